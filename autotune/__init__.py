@@ -1,0 +1,3 @@
+"""The driver: decides what to try, and what the results mean."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Shipped search spaces (`*.yaml`) and jobs (`jobs/*.yaml`), read with importlib.resources."""

@@ -1,0 +1,1 @@
+"""The worker: everything that runs on a rank. Imports nothing of `autotune`."""

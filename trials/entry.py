@@ -1,0 +1,277 @@
+"""What a rank process runs: set-up, measure, report, leave.
+
+Started as `python -P -m trials.entry ORDER` (a fresh interpreter) or as a fork of `trials.forkserver`. ORDER is a
+JSON file: {"spec": TrialSpec, "report": path}. Rank and rendezvous are in the environment, as torchrun sets them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from trials import data, flops, memory, survey, timing, wrap
+from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialError, classify_exception
+from trials.record import Knobs, RankReport, TrialSpec
+from trials.step import Stepper
+from trials.workload import Workload, load_workload
+
+
+class Rank:
+    """One rank of one trial, from the order to the report."""
+
+    def __init__(self, spec: TrialSpec, rank: int, local_rank: int) -> None:
+        self.spec, self.rank, self.local_rank = spec, rank, local_rank
+        self.report = RankReport(
+            rank=rank, host=socket.gethostname(), torch_version=torch.__version__, device_name=platform.machine()
+        )
+        self.limit: memory.CpuLimit | None = None
+        self._phase_started = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """Closes the present phase's clock and opens the next one's."""
+        now = time.perf_counter()
+        spent = self.report.phase_s
+        spent[self.report.phase] = spent.get(self.report.phase, 0.0) + now - self._phase_started
+        self.report.phase, self._phase_started = phase, now
+
+    def run(self) -> None:
+        """Fills the report; failures are raised.
+
+        Raises:
+            TrialError: a failure whose outcome is known.
+        """
+        if self.spec.device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        for name, value in survey.device_facts(self.spec.device).items():
+            setattr(self.report, name, value)
+        workload = load_workload(
+            self.spec.workload, {"seq_len": self.spec.seq_len, **self.spec.model}, self.spec.import_paths
+        )
+        if self.spec.knobs is None:
+            self._survey(workload)
+        else:
+            self._measure(workload, self.spec.knobs)
+        self.enter("done")
+        self.report.outcome = Outcome.OK.value
+
+    def _survey(self, workload: Workload) -> None:
+        self.enter("survey")
+        found = survey.survey_model(workload, self.spec.seq_len, self.spec.precision)
+        dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size)
+        found["num_sequences"] = len(dataset)
+        found["cpus_allowed"] = survey.cpus_allowed()
+        if self.spec.device == "cuda":
+            found["sm_count"] = survey.cuda_sm_count()
+        else:
+            found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
+        self.report.survey = found
+
+    def _measure(self, workload: Workload, knobs: Knobs) -> None:
+        spec = self.spec
+        self.enter("data")
+        dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size)
+        loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
+        batches = iter(loader)
+        self.enter("process_group")
+        dist.init_process_group(
+            "nccl" if spec.device == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=spec.process_group_timeout_s),
+        )
+        self._set_limit()
+        self.enter("build")
+        model, names = self._build(workload, knobs)
+        optimizer = make_optimizer(model, spec.optimizer)
+        probe = model.get_submodule(names[0])
+        stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device, probe)
+        self.enter("warmup")
+        expected_step_s = self._warm_up(stepper)
+        self.report.applied = {
+            **wrap.read_wrapping(model, names),
+            **stepper.observed(),
+            **read_loader(loader, batches),
+        }
+        wrap.compare(knobs, self.report.applied)
+        self.enter("drain")
+        queued = knobs.num_workers * (knobs.prefetch_factor or 0)
+        stepper.drain(queued)
+        self.enter("timed")
+        if spec.device == "cuda":
+            retries_before = memory.cuda_peaks()[2]
+        # A queue filled during warm-up must not carry the timed blocks: time three times as many batches as it holds.
+        min_steps = max(spec.measure.min_steps, math.ceil(3 * queued / knobs.grad_accum_steps))
+        before_s = stepper.data_wait_s
+        measured = timing.run_blocks(
+            stepper.step, self._synchronize, self._slowest, spec.measure, expected_step_s, min_steps
+        )
+        self.report.data_wait_s = stepper.data_wait_s - before_s
+        self._record(measured, stepper, knobs)
+        self.enter("memory")
+        if spec.device == "cuda":
+            allocated, reserved, retries = memory.cuda_peaks()
+            self.report.allocated_bytes, self.report.reserved_bytes = allocated, reserved
+            self.report.alloc_retries = retries - retries_before
+        else:
+            self._track_memory(model, optimizer, stepper, knobs)
+        self.enter("flops")
+        self.report.hardware_flops_per_token = spec.hardware_flops_per_token
+        if self.rank == 0 and spec.hardware_flops_per_token is None:
+            self.report.hardware_flops_per_token = flops.counted_flops_per_token(
+                workload, spec.seq_len, knobs.activation_checkpointing
+            )
+
+    def _set_limit(self) -> None:
+        gib = self.spec.memory_limit_gib
+        limit_bytes = None if gib is None else round(gib * memory.GIB)
+        if self.spec.device == "cuda":
+            memory.limit_cuda(limit_bytes)
+        else:
+            self.limit = memory.CpuLimit(limit_bytes)
+
+    def _build(self, workload: Workload, knobs: Knobs) -> tuple[nn.Module, list[str]]:
+        spec = self.spec
+        mesh = init_device_mesh(spec.device, (spec.world_size,))
+        with torch.device("meta"):
+            model = workload.build_model()
+        blocks = workload.blocks(model)
+        names = wrap.block_names(model, blocks)
+        sizes_mib = wrap.block_mib(blocks, spec.precision)
+        wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
+        wrap.shard(model, names, sizes_mib, knobs, mesh, spec.precision)
+        wrap.initialise(model, workload, spec.device, spec.seed)
+        return model, names
+
+    def _warm_up(self, stepper: Stepper) -> float:
+        """Seconds of the last warm-up step, slowest rank; the first steps also show the memory peak."""
+        last_s = 0.0
+
+        def steps() -> None:
+            nonlocal last_s
+            for _ in range(self.spec.measure.warmup_steps):
+                started = time.perf_counter()
+                stepper.step()
+                self._synchronize()
+                last_s = time.perf_counter() - started
+
+        if self.limit is not None:
+            self.limit.watch(steps)
+        else:
+            steps()
+        return self._slowest(last_s)
+
+    def _record(self, measured: timing.Timing, stepper: Stepper, knobs: Knobs) -> None:
+        report = self.report
+        report.micro_batch_tokens = knobs.micro_batch_size * self.spec.seq_len
+        report.num_steps = measured.num_steps
+        report.block_times_s, report.block_steps = measured.block_times_s, measured.block_steps
+        report.own_step_times_s = measured.own_step_times_s
+        report.drift = timing.drift(measured.block_times_s)
+        report.losses = stepper.mean_losses(self._mean)
+        if not all(math.isfinite(loss) for loss in report.losses):
+            step = next(i for i, loss in enumerate(report.losses) if not math.isfinite(loss))
+            raise TrialError(Outcome.WRONG_NUMERICS, f"the loss of step {step} is {report.losses[step]}")
+
+    def _track_memory(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs
+    ) -> None:
+        assert self.limit is not None
+        self.limit.lift()  # the tracker's own bookkeeping is not the config's
+        # Two micro-steps show what any number would: gradients absent, then gradients held.
+        micro_steps = min(knobs.grad_accum_steps, 2)
+        peak = memory.tracked_peak_bytes(model, optimizer, lambda reset: stepper.step(micro_steps, reset))
+        self.report.allocated_bytes = peak
+        self.report.reserved_bytes = max(self.limit.peak_growth_bytes, peak)
+
+    def _synchronize(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.spec.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    def _mean(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values / self.spec.world_size
+
+
+def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=options["lr"],
+        betas=tuple(options["betas"]),
+        weight_decay=options["weight_decay"],
+    )
+
+
+def read_loader(loader: DataLoader[Tensor], batches: Iterator[Tensor]) -> dict[str, Any]:
+    """The loader knobs, read from the loader in use: worker processes that are alive, not a number that was passed."""
+    workers = getattr(batches, "_workers", [])
+    return {
+        "num_workers": sum(worker.is_alive() for worker in workers),
+        "prefetch_factor": loader.prefetch_factor if workers else None,
+    }
+
+
+def run_rank(order: dict[str, Any]) -> NoReturn:
+    """Runs the order, writes the report, and leaves at once by os._exit.
+
+    Peers only notice a process's death, and FSDP ranks have been seen to abort in the interpreter's own exit.
+    """
+    spec = TrialSpec.from_json(order["spec"])
+    rank = Rank(spec, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+    code = 0
+    try:
+        rank.run()
+    except BaseException as error:  # noqa: BLE001 (whatever it was, the report says so)
+        if rank.limit is not None:
+            rank.limit.lift()  # the report itself needs a little memory
+        outcome = classify_exception(error, spec.device)
+        report = rank.report
+        report.outcome, report.error_type = outcome.value, type(error).__name__
+        report.reason = (
+            f"{error}"
+            if isinstance(error, TrialError)
+            else f"{type(error).__name__} in {report.phase}: {error}".rstrip(": ")
+        )
+        report.error = traceback.format_exc()
+        sys.stderr.write(report.error)
+        code = EXIT_OOM if outcome in OUT_OF_MEMORY else EXIT_FAILED
+    rank.enter(rank.report.phase)
+    write_report(Path(order["report"]), rank.report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def write_report(path: Path, report: RankReport) -> None:
+    """Whole or not at all: written aside, synced, renamed."""
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w") as file:
+        file.write(report.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+if __name__ == "__main__":
+    run_rank(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,104 @@
+"""A real memory limit on a rank, and what a configuration really takes.
+
+On CUDA the caching allocator has both. On CPU the limit is RLIMIT_DATA: the kernel refuses to grow the data segment,
+so a config that does not fit fails in the real allocator. What counts against the limit is the data segment; what
+repeats exactly is MemTracker's count of live tensor bytes. They are two scales: `allocated` is MemTracker's,
+`reserved` the growth of the data segment, which is what the limit judges.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+GIB = 2**30
+_STATUS = Path("/proc/self/status")
+
+
+def data_segment_bytes() -> int:
+    """VmData of this process: what RLIMIT_DATA limits. Linux only."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no VmData in {_STATUS}")
+
+
+class CpuLimit:
+    """RLIMIT_DATA at the present data segment + `limit_bytes`, until `lift`; samples the segment's growth."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        # One backward first: its buffers and threads belong to torch, not to the config.
+        torch.ones(64, 64, requires_grad=True).square().sum().backward()  # type: ignore[no-untyped-call]
+        self.base_bytes = data_segment_bytes()
+        self.peak_growth_bytes = 0
+        self._sampling = threading.Event()
+        if limit_bytes is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (self.base_bytes + limit_bytes, hard))
+
+    def lift(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def watch(self, steps: Callable[[], None], interval_s: float = 0.002) -> None:
+        """Runs untimed `steps` while a thread samples the data segment; the largest growth is kept."""
+        self._sampling.set()
+        thread = threading.Thread(target=self._sample, args=(interval_s,), daemon=True)
+        thread.start()
+        try:
+            steps()
+        finally:
+            self._sampling.clear()
+            thread.join()
+        self._note()
+
+    def _sample(self, interval_s: float) -> None:
+        while self._sampling.is_set():
+            self._note()
+            time.sleep(interval_s)
+
+    def _note(self) -> None:
+        self.peak_growth_bytes = max(self.peak_growth_bytes, data_segment_bytes() - self.base_bytes)
+
+
+def tracked_peak_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Callable[[], None]], None]
+) -> int:
+    """Peak live tensor bytes on this rank in one step, by MemTracker; the same at every repeat.
+
+    Slower than a plain step, and never inside one that is timed.
+
+    Args:
+        step: runs an optimizer step, and calls its argument before each micro-step (the tracker refuses a second
+            forward of a module otherwise).
+    """
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step(tracker.reset_mod_stats)
+    peak = tracker.get_tracker_snapshot("peak")
+    return max((snapshot["Total"] for snapshot in peak.values()), default=0)
+
+
+def limit_cuda(limit_bytes: int | None) -> None:
+    """Caps the caching allocator; the context and NCCL's buffers are outside it, which is what the headroom is for."""
+    if limit_bytes is not None:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+
+
+def cuda_peaks() -> tuple[int, int, int]:
+    """Peak allocated bytes, peak reserved bytes, and allocator retries since the last `reset_peak_memory_stats`."""
+    stats = torch.cuda.memory_stats()
+    return (
+        int(stats["allocated_bytes.all.peak"]),
+        int(stats["reserved_bytes.all.peak"]),
+        int(stats["num_alloc_retries"]),
+    )

@@ -1,0 +1,211 @@
+"""What the driver asks of a trial and what a rank answers: plain dataclasses, JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The settings of one trial. Every value is what FSDP2 is really given; README, "Knobs", says what each does."""
+
+    micro_batch_size: int
+    """Sequences per rank and micro-step."""
+    grad_accum_steps: int
+    """Micro-steps per optimizer step; always derived from the global batch, never sampled."""
+    sync_each_micro_batch: bool
+    """True: gradients are reduce-scattered after every micro-step. False: only after the last one."""
+    reshard_after_forward: bool
+    """True: a unit's weights are freed after its forward and gathered again for its backward."""
+    bucket_cap_mb: float
+    """MiB of unsharded weights, in the parameter dtype, that one FSDP unit of consecutive blocks may hold."""
+    blocks_per_unit: int
+    """Blocks that `bucket_cap_mb` puts in one FSDP unit; recorded, so that equal caps are seen to be equal."""
+    activation_checkpointing: str
+    """`none`, `full`, `every_K` (every K-th block is checkpointed) or `selective_op` (matmuls and SDPA are kept)."""
+    num_workers: int
+    """DataLoader worker processes per rank."""
+    prefetch_factor: int | None
+    """Batches each worker keeps ready; None without workers."""
+    engine: str = "fsdp2"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Knobs:
+        return Knobs(**values)
+
+
+KNOB_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Knobs))
+
+
+def checkpoint_stride(mode: str) -> int | None:
+    """K of `every_K`, else None.
+
+    Raises:
+        ValueError: `mode` is no activation checkpointing mode.
+    """
+    if mode in ("none", "full", "selective_op"):
+        return None
+    prefix, _, stride = mode.partition("_")
+    if prefix == "every" and stride.isdigit() and int(stride) >= 2:
+        return int(stride)
+    raise ValueError(
+        f"activation_checkpointing = {mode!r}: expected none, full, selective_op, or every_K with K >= 2"
+    )
+
+
+def group_blocks(block_mib: Sequence[float], cap_mib: float) -> list[int]:
+    """How many consecutive blocks each FSDP unit takes, so that none exceeds the cap; a unit has at least one block.
+
+    Args:
+        block_mib: unsharded MiB of each block, in order of execution.
+        cap_mib: `bucket_cap_mb`.
+    """
+    units: list[int] = []
+    filled = 0.0
+    for size in block_mib:
+        if units and filled + size <= cap_mib:
+            units[-1] += 1
+            filled += size
+        else:
+            units.append(1)
+            filled = size
+    return units
+
+
+def unit_cap_mb(block_mib: Sequence[float], units: Sequence[int]) -> float:
+    """The smallest cap, in whole hundredths of a MiB, that groups blocks into `units`: the size of the largest."""
+    starts = [sum(units[:i]) for i in range(len(units))]
+    largest = max(sum(block_mib[start : start + size]) for start, size in zip(starts, units, strict=True))
+    return math.ceil(largest * 100) / 100
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How long a trial is measured."""
+
+    warmup_steps: int = 2
+    """Optimizer steps before the clock starts."""
+    min_steps: int = 6
+    """Timed optimizer steps at least."""
+    max_steps: int = 40
+    """Timed optimizer steps at most."""
+    rel_ci: float = 0.03
+    """Stop once the 95 % interval of the mean block time is within +- this fraction."""
+    block_s: float = 0.5
+    """Target length of one timed block, seconds; a block is always whole optimizer steps."""
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """One attempt, as the driver asks for it; the same frozen JSON reaches every rank."""
+
+    trial: int
+    stage: str
+    """baseline, explore, finalist, round; `survey` for the first job, which measures no config."""
+    workload: str
+    """`decoder`, or `package.module:factory`."""
+    model: dict[str, Any]
+    """Keyword arguments of the workload's factory."""
+    seq_len: int
+    data: dict[str, Any]
+    global_batch_size: int
+    """Sequences per optimizer step over the ranks of this trial."""
+    precision: str
+    """`fp32`, or `bf16` (bf16 compute and gathers, fp32 master weights and gradient reduction)."""
+    optimizer: dict[str, Any]
+    world_size: int
+    device: str
+    """`cpu` or `cuda`."""
+    seed: int
+    measure: Measure
+    knobs: Knobs | None
+    attempt: int = 0
+    memory_limit_gib: float | None = None
+    """Limit per rank: of the CUDA caching allocator, or on CPU of the data segment's growth (RLIMIT_DATA)."""
+    process_group_timeout_s: float = 120.0
+    import_paths: tuple[str, ...] = ()
+    """Folders where `package.module:factory` is looked for, after everything else."""
+    hardware_flops_per_token: float | None = None
+    """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> TrialSpec:
+        values = json.loads(text)
+        values["measure"] = Measure(**values["measure"])
+        values["import_paths"] = tuple(values["import_paths"])
+        if values["knobs"] is not None:
+            values["knobs"] = Knobs.from_dict(values["knobs"])
+        return TrialSpec(**values)
+
+    def digest(self) -> str:
+        """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
+        values = dataclasses.asdict(self)
+        for label in ("trial", "stage", "attempt", "hardware_flops_per_token", "import_paths"):
+            del values[label]
+        return digest(values)
+
+
+def digest(values: Any) -> str:
+    """First 16 hex digits of the SHA-256 of `values` as canonical JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class RankReport:
+    """What one rank found; written as JSON by the rank itself, just before it leaves."""
+
+    rank: int
+    outcome: str = "crashed"
+    reason: str = ""
+    phase: str = "start"
+    """What the rank was doing: start, process_group, data, build, warmup, drain, timed, memory, flops, done."""
+    error_type: str = ""
+    error: str = ""
+    """Traceback, if the rank failed."""
+    phase_s: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each phase."""
+    applied: dict[str, Any] | None = None
+    """The knobs as read back from the live objects."""
+    micro_batch_tokens: int = 0
+    num_steps: int = 0
+    block_times_s: list[float] = field(default_factory=list)
+    """Seconds per optimizer step of each timed block, slowest rank."""
+    block_steps: list[int] = field(default_factory=list)
+    """Optimizer steps in each timed block."""
+    own_step_times_s: list[float] = field(default_factory=list)
+    """Seconds of each timed optimizer step on this rank alone."""
+    data_wait_s: float = 0.0
+    """Seconds this rank waited for batches inside the timed blocks."""
+    drift: float = 0.0
+    """Second half of the timed blocks over the first half, minus 1."""
+    losses: list[float] = field(default_factory=list)
+    """Mean loss over all ranks of each optimizer step, from the first update on."""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    alloc_retries: int = 0
+    hardware_flops_per_token: float | None = None
+    host: str = ""
+    device_name: str = ""
+    torch_version: str = ""
+    driver_version: str = ""
+    nccl_version: str = ""
+    survey: dict[str, Any] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RankReport:
+        return RankReport(**json.loads(text))

@@ -1,0 +1,104 @@
+"""One optimizer step: micro-batches, gradient accumulation and the update, as a trainer does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from trials.record import Knobs
+from trials.wrap import param_groups
+
+
+class Stepper:
+    """Runs optimizer steps, and notes what a live run shows of the knobs that act here.
+
+    Args:
+        batches: micro-batches, int64 of shape (micro_batch_size, seq_len + 1), on the host.
+        loss: (model, tokens) -> mean loss of a micro-batch.
+        probe: a sharded block; its unit's `reduce_grads` tells whether gradients are about to be synchronised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Iterator[Tensor],
+        loss: Callable[[nn.Module, Tensor], Tensor],
+        knobs: Knobs,
+        device: str,
+        probe: nn.Module,
+    ) -> None:
+        self.model, self.optimizer, self.batches, self.loss = model, optimizer, batches, loss
+        self.knobs, self.device = knobs, device
+        self.losses: list[Tensor] = []
+        self.data_wait_s = 0.0
+        self._probe_groups = param_groups(probe)
+        self._micro_batch_sizes: set[int] = set()
+        self._micro_steps: set[int] = set()
+        self._synced_early: set[bool] = set()
+
+    def step(
+        self, num_micro_steps: int | None = None, before_micro_step: Callable[[], None] | None = None
+    ) -> None:
+        """One optimizer step; its mean loss on this rank goes to `losses`, without a host sync.
+
+        Args:
+            num_micro_steps: fewer than grad_accum_steps; with `before_micro_step`, for the memory probe only.
+        """
+        count = num_micro_steps or self.knobs.grad_accum_steps
+        total: Tensor | None = None
+        for micro in range(count):
+            if before_micro_step is not None:
+                before_micro_step()
+            last = micro == count - 1
+            self._set_gradient_sync(last)
+            started = time.perf_counter()
+            tokens = next(self.batches)
+            self.data_wait_s += time.perf_counter() - started
+            self._observe(tokens, last)
+            loss = self.loss(self.model, tokens.to(self.device, non_blocking=True)) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        assert total is not None
+        self.losses.append(total)
+        self._micro_steps.add(count)
+
+    def _set_gradient_sync(self, last: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last or self.knobs.sync_each_micro_batch)
+            self.model.set_is_last_backward(last)
+
+    def _observe(self, tokens: Tensor, last: bool) -> None:
+        self._micro_batch_sizes.add(tokens.shape[0])
+        if not last:
+            self._synced_early.update(group.reduce_grads for group in self._probe_groups)
+
+    def drain(self, num_batches: int) -> None:
+        """Takes batches from the loader without training on them, in whole optimizer steps."""
+        steps = -(-num_batches // self.knobs.grad_accum_steps)
+        for _ in range(steps * self.knobs.grad_accum_steps):
+            next(self.batches)
+
+    def observed(self) -> dict[str, Any]:
+        """The knobs that act in the step, as seen since the last call of `forget`."""
+        return {
+            "micro_batch_size": _only(self._micro_batch_sizes),
+            "grad_accum_steps": _only(self._micro_steps),
+            # With one micro-step there is nothing to hold back: canonical() says True.
+            "sync_each_micro_batch": _only(self._synced_early) if self._synced_early else True,
+        }
+
+    def mean_losses(self, reduce_mean: Callable[[Tensor], Tensor]) -> list[float]:
+        """Loss of each step so far, averaged over ranks; one collective."""
+        return [float(value) for value in reduce_mean(torch.stack(self.losses).float())]
+
+
+def _only(values: Sequence[Any] | set[Any]) -> Any:
+    return next(iter(values)) if len(values) == 1 else sorted(values)

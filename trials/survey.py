@@ -1,0 +1,101 @@
+"""What the driver must know before it can search: the model's size, the device, and on a CPU its real peak."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trials.flops import matmul_params, model_flops
+from trials.workload import Workload
+from trials.wrap import block_mib, block_names
+
+PROBE_SIZES = (512, 1024, 2048)
+PROBE_S = 2.0
+
+
+def survey_model(workload: Workload, seq_len: int, precision: str) -> dict[str, Any]:
+    """Sizes and FLOPs of the model, read from a copy on `meta`."""
+    with torch.device("meta"):
+        model = workload.build_model()
+    blocks = workload.blocks(model)
+    block_names(model, blocks)  # refuses a workload without blocks
+    flops = model_flops(workload, model, seq_len)
+    return {
+        "num_params": sum(parameter.numel() for parameter in model.parameters()),
+        "num_matmul_params": matmul_params(model),
+        "num_blocks": len(blocks),
+        "block_mib": block_mib(blocks, precision),
+        "flops_per_token": flops.per_token,
+        "flops_per_token_causal": flops.per_token_causal,
+        "flops_convention": flops.convention,
+    }
+
+
+def device_facts(device: str) -> dict[str, str]:
+    """Names and versions that say what was measured on."""
+    if device == "cuda":
+        return {
+            "device_name": torch.cuda.get_device_name(),
+            "driver_version": _nvidia_driver_version(),
+            "nccl_version": ".".join(str(part) for part in torch.cuda.nccl.version()),
+        }
+    return {"device_name": cpu_name(), "driver_version": "", "nccl_version": ""}
+
+
+def cuda_sm_count() -> int:
+    """Streaming multiprocessors visible to this process: fewer than the card's in a MIG slice."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _nvidia_driver_version() -> str:
+    version = Path("/sys/module/nvidia/version")
+    return version.read_text().strip() if version.exists() else ""
+
+
+def cpus_allowed() -> int:
+    """CPUs this process may use, by affinity and by the cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            allowed = min(allowed, max(1, int(limit) // int(period)))
+    return allowed
+
+
+def cpu_peak_tflops_per_s(precision: str) -> float:
+    """Matmul rate of this rank's threads, per second of CPU time: what one rank could reach, alone or not.
+
+    By CPU time, since on a shared machine wall time measures the neighbours; the 90th percentile over short samples.
+    One call of each size is thrown away: it builds the kernel. Call it once a study: a peak probed anew for each
+    trial has been seen to turn the ranking around.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    rates: list[float] = []
+    for size in PROBE_SIZES:
+        a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+        repeats = max(1, round(2e9 / (2 * size**3)))
+        torch.mm(a, b)
+        end = time.perf_counter() + PROBE_S / len(PROBE_SIZES)
+        while time.perf_counter() < end:
+            started = time.process_time()
+            for _ in range(repeats):
+                torch.mm(a, b)
+            rates.append(2 * size**3 * repeats / (time.process_time() - started))
+    # process_time adds up threads, so this is the rate of one; a rank has all of its own.
+    return statistics.quantiles(rates, n=10)[-1] * torch.get_num_threads() / 1e12

@@ -1,0 +1,110 @@
+"""What is trained: the protocol a model comes through, and where it is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trials.outcome import Outcome, TrialError
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer, as FLOP counting needs it."""
+
+    num_heads: int
+    """Query heads; grouped-query attention does not make scores cheaper."""
+    head_dim: int
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """A model and its loss. The trial shards, checkpoints, initialises and trains it; `build_model` only builds it.
+
+    A class with these members is all that `workload: package.module:factory` needs to return.
+    """
+
+    vocab_size: int
+    """Tokens are integers in [0, vocab_size)."""
+
+    def build_model(self) -> nn.Module:
+        """The whole model. Called with `meta` as the default device: no memory is taken, no value is kept."""
+        ...
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of `model` in order of execution: the units of sharding and checkpointing."""
+        ...
+
+    def attention_shapes(self) -> Sequence[AttentionShape] | None:
+        """One entry an attention layer; None when unknown, and then FLOPs are counted on `meta`."""
+        ...
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Mean next-token loss of a micro-batch.
+
+        Args:
+            tokens: int64, shape (micro_batch_size, seq_len + 1).
+        """
+        ...
+
+    def init_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """A new full (unsharded) value, fp32 on CPU, for the parameter `name`."""
+        ...
+
+    def init_buffers(self, model: nn.Module) -> None:
+        """Fills buffers that `build_model` computed: after `to_empty` they hold garbage."""
+        ...
+
+
+def default_init_parameter(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Norm weights 1, biases 0, everything else normal with standard deviation 0.02 (GPT-2's)."""
+    if len(shape) <= 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    return torch.normal(0.0, 0.02, tuple(shape), generator=generator)
+
+
+def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[str] = ()) -> Workload:
+    """The workload called `decoder`, or what `package.module:factory` returns for `arguments`.
+
+    Args:
+        import_paths: folders searched for the user's module after everything else on sys.path.
+
+    Raises:
+        TrialError: outcome `invalid`; the factory does not import, or does not return a workload.
+    """
+    if name == "decoder":
+        from trials.models import DecoderWorkload
+
+        return DecoderWorkload(**arguments)
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise TrialError(
+            Outcome.INVALID, f"model.workload = {name!r}: expected 'decoder' or 'package.module:factory'"
+        )
+    sys.path.extend(path for path in import_paths if path not in sys.path)
+    try:
+        factory: Callable[..., Workload] = getattr(importlib.import_module(module_name), attribute)
+        workload = factory(**arguments)
+    except Exception as error:
+        raise TrialError(
+            Outcome.INVALID, f"model.workload = {name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(workload, Workload):
+        missing = [member for member in _members() if not hasattr(workload, member)]
+        raise TrialError(
+            Outcome.INVALID, f"model.workload = {name!r} returned a {type(workload).__name__} without {missing}"
+        )
+    return workload
+
+
+def _members() -> list[str]:
+    return [
+        "vocab_size",
+        *(name for name, value in vars(Workload).items() if callable(value) and not name.startswith("_")),
+    ]
