@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trials.outcome import Outcome, TrialError
-from trials.record import Knobs
+from trials.record import PYTHON_STDLIB, Knobs
 
-PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"})
 

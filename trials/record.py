@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+PYTHON_STDLIB = "python-stdlib"
+"""`data.source` for the text that every machine has: this interpreter's own library source."""
+
+
 @dataclass(frozen=True)
 class Knobs:
     """The settings of one trial. Every value is what FSDP2 is really given; README, "Knobs", says what each does."""

@@ -1,0 +1,146 @@
+"""One node's agent: owns the node's devices and the rank processes of the present trial."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, group_members, kill_groups
+
+LOG_TAIL_BYTES = 64 * 1024
+
+
+@dataclass
+class NodeStatus:
+    """What `poll` answers."""
+
+    running: list[int]
+    """Ranks still running."""
+    exits: dict[int, tuple[int, float]]
+    """Exit code, and seconds after the start, of each rank that has ended."""
+
+
+@dataclass
+class NodeRecord:
+    """What is left of a gang on one node once all its processes are gone."""
+
+    exits: dict[int, tuple[int | None, float]]
+    """As in NodeStatus; an exit code of None means that the agent had to kill the rank."""
+    reports: dict[int, str]
+    """JSON of each rank that wrote a report."""
+    logs: dict[int, str] = field(default_factory=dict)
+    """End of each rank's output, if it could not be written to the driver's folder directly."""
+    leftover_pids: list[int] = field(default_factory=list)
+    """Processes that could not be ended."""
+
+
+class NodeAgent:
+    """Runs inside a Ray actor; one a node. Knows nothing of Optuna or of the study.
+
+    Args:
+        device: `cpu` or `cuda`.
+        launcher: `fork` (CPU ranks from a warm server) or `exec` (a fresh interpreter a rank).
+        threads_per_rank: OMP_NUM_THREADS of CPU ranks.
+    """
+
+    def __init__(self, device: str, launcher: str, threads_per_rank: int = 1) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="autotune-"))
+        self._env: dict[str, str] = {"OMP_NUM_THREADS": str(threads_per_rank)} if device == "cpu" else {}
+        self._launcher: Launcher = (
+            ForkLauncher(self._env, self._scratch / "forkserver.log") if launcher == "fork" else ExecLauncher()
+        )
+        self._pids: dict[int, int] = {}
+        self._exits: dict[int, tuple[int, float]] = {}
+        self._logs: dict[int, Path] = {}
+        self._remote_log: set[int] = set()
+        self._started = 0.0
+
+    def describe(self) -> dict[str, str]:
+        """Host name and the address that other nodes reach it by."""
+        import ray
+
+        return {"host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
+
+    def free_port(self) -> int:
+        """A TCP port that was free a moment ago."""
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            return int(sock.getsockname()[1])
+
+    def start(self, spec_json: str, ranks: list[int], env: dict[str, str], log_dir: str) -> None:
+        """Starts `ranks` (global numbers) of a trial on this node; local rank is the position in the list.
+
+        Args:
+            log_dir: the trial's folder as the driver names it; written to directly if it exists here.
+        """
+        assert not self._pids, "the slot still holds a gang"
+        self._exits, self._logs, self._remote_log = {}, {}, set()
+        self._started = time.monotonic()
+        for local_rank, rank in enumerate(ranks):
+            shared = Path(log_dir)
+            folder = shared if shared.is_dir() else self._scratch
+            if folder is self._scratch:
+                self._remote_log.add(rank)
+            self._logs[rank] = folder / f"rank-{rank}.log"
+            order = {"spec": spec_json, "report": str(self._report_path(rank))}
+            rank_env = {**self._env, **env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            self._pids[rank] = self._launcher.start(order, rank_env, self._logs[rank])
+
+    def poll(self, timeout_s: float) -> NodeStatus:
+        """Waits at most `timeout_s` for a rank to end."""
+        by_pid = {pid: rank for rank, pid in self._pids.items()}
+        for pid, code in self._launcher.ended(timeout_s).items():
+            if pid in by_pid:
+                self._exits[by_pid[pid]] = (code, time.monotonic() - self._started)
+        return NodeStatus([rank for rank in self._pids if rank not in self._exits], dict(self._exits))
+
+    def finish(self) -> NodeRecord:
+        """Ends whatever the gang left, DataLoader workers included, and hands over its reports."""
+        ended_s = time.monotonic() - self._started
+        leaders = list(self._pids.values())
+        leftover = kill_groups(leaders)
+        exits: dict[int, tuple[int | None, float]] = {
+            rank: self._exits.get(rank, (None, ended_s)) for rank in self._pids
+        }
+        self._launcher.ended(0.0)  # the ranks just killed
+        record = NodeRecord(exits, {}, {}, leftover)
+        for rank in self._pids:
+            path = self._report_path(rank)
+            if path.exists():
+                record.reports[rank] = path.read_text()
+                path.unlink()
+            if rank in self._remote_log and self._logs[rank].exists():
+                record.logs[rank] = _tail(self._logs[rank])
+                self._logs[rank].unlink()
+        self._pids = {}
+        return record
+
+    def is_clean(self) -> bool:
+        """Whether no process of an earlier gang is left."""
+        return not group_members(list(self._pids.values()))
+
+    def close(self) -> None:
+        self.finish()
+        self._launcher.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _report_path(self, rank: int) -> Path:
+        return self._scratch / f"rank-{rank}.json"
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def as_actor() -> Any:
+    """NodeAgent as a Ray actor class."""
+    import ray
+
+    return ray.remote(NodeAgent)

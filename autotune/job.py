@@ -1,0 +1,363 @@
+"""The job file: what to tune, on what, for how long. Frozen models; reading files is `load_job`'s alone."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from autotune.errors import UserError, nearest
+from trials.record import PYTHON_STDLIB, checkpoint_stride
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Section):
+    workload: str = "decoder"
+    """`decoder`, or `package.module:factory` for your own; the job's folder is searched last."""
+    preset: str | None = None
+    """A built-in shape of `decoder`."""
+    config: dict[str, Any] | None = None
+    """Or the decoder's fields one by one; for your own factory, its keyword arguments."""
+    seq_len: Positive
+    """Tokens per sequence."""
+
+    def factory_arguments(self) -> dict[str, Any]:
+        if self.workload != "decoder":
+            return dict(self.config or {})
+        return {"config": self.config} if self.config else {"preset": self.preset}
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if self.workload == "decoder" and (self.preset is None) == (self.config is None):
+            raise ValueError("give either preset or config")
+        if self.workload != "decoder" and self.preset is not None:
+            raise ValueError("preset belongs to the built-in decoder; give your factory's arguments as config")
+        return self
+
+
+class Data(Section):
+    source: str
+    """A folder of text files or one file, relative to the job file; or `python-stdlib`, the text every machine has."""
+    tokenizer: Literal["byte"] = "byte"
+
+
+class Batch(Section):
+    global_batch_size: Positive | None = None
+    """Sequences per optimizer step over all ranks."""
+    global_batch_tokens: Positive | None = None
+    """Or the same in tokens."""
+    target_world_size: Positive
+    """Ranks of the real run; micro-batch x accumulation x this = global batch, exactly."""
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Self:
+        if (self.global_batch_size is None) == (self.global_batch_tokens is None):
+            raise ValueError("give either global_batch_size (sequences) or global_batch_tokens")
+        return self
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(ge=0)] = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+
+
+class Training(Section):
+    engines: tuple[Literal["fsdp2"], ...] = ("fsdp2",)
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """bf16: compute and gathers in bf16, master weights and gradient reduction in fp32."""
+    optimizer: Optimizer = Optimizer()
+
+
+class Cluster(Section):
+    address: str = "local"
+    """`local` starts Ray on this machine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks_per_node: Positive
+    memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
+    """Per rank. On CUDA the caching allocator's cap (default: the device's memory); on CPU the data segment's growth."""
+    memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the limit that a config must leave free to count as fitting."""
+    launcher: Literal["auto", "fork", "exec"] = "auto"
+    """`fork`: CPU ranks from a process that has torch loaded; `exec`: a fresh interpreter a rank. auto: by device."""
+    peak_tflops_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Dense peak of one rank in the training dtype; default: the device table, on CPU a probe."""
+
+    @model_validator(mode="after")
+    def _cpu_launcher(self) -> Self:
+        if self.launcher == "fork" and self.device == "cuda":
+            raise ValueError("launcher fork is for CPU ranks: a fork cannot carry CUDA")
+        return self
+
+
+Candidates = tuple[Any, ...] | Literal["auto"]
+
+
+class Space(Section):
+    """Candidates per knob; a knob that is absent keeps the baseline's value. `auto` derives them (README, "Knobs")."""
+
+    micro_batch_size: tuple[Positive, ...] | Literal["auto"] | None = None
+    sync_each_micro_batch: tuple[bool, ...] | None = None
+    reshard_after_forward: tuple[bool, ...] | None = None
+    bucket_cap_mb: tuple[Annotated[float, Field(gt=0)], ...] | Literal["auto"] | None = None
+    activation_checkpointing: tuple[str, ...] | None = None
+    num_workers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] | None = None
+    prefetch_factor: tuple[Positive, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_to_fsdp2(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "limit_all_gathers" in values:
+            raise ValueError(
+                "limit_all_gathers does not exist in FSDP2 (it is FSDP1's rate limiter of in-flight all-gathers)"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _modes_and_duplicates(self) -> Self:
+        for mode in self.activation_checkpointing or ():
+            checkpoint_stride(mode)
+        for name, values in self:
+            if isinstance(values, tuple) and not values:
+                raise ValueError(f"{name} = []: give at least one candidate, or leave the knob out")
+            if isinstance(values, tuple) and len(set(values)) != len(values):
+                raise ValueError(f"{name} = {list(values)}: the same candidate twice")
+        return self
+
+
+class Baseline(Section):
+    """Your present settings. What you leave out is what a careful person would start with."""
+
+    micro_batch_size: Positive = 1
+    sync_each_micro_batch: bool = True
+    reshard_after_forward: bool = True
+    bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
+    """None: one block a unit."""
+    activation_checkpointing: str = "full"
+    num_workers: Annotated[int, Field(ge=0)] | None = None
+    """None: the CPUs this process may use / ranks per node, one of them kept for the rank itself."""
+    prefetch_factor: Positive = 2
+
+    @model_validator(mode="after")
+    def _mode(self) -> Self:
+        checkpoint_stride(self.activation_checkpointing)
+        return self
+
+
+class Budget(Section):
+    """The first limit reached ends the search; finalists are measured all the same."""
+
+    trials: Positive = 24
+    minutes: Annotated[float, Field(gt=0)] | None = None
+
+
+class MeasureSettings(Section):
+    warmup_steps: Positive = 3
+    min_steps: Positive = 8
+    max_steps: Positive = 40
+    rel_ci: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """A trial ends once the 95 % interval of its mean block time is within +- this fraction."""
+    trial_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    rounds: Annotated[int, Field(ge=3)] = 7
+    """Fresh interleaved runs of the chosen config and of the baseline; the reported gain comes from these alone."""
+    num_finalists: Positive = 3
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if self.min_steps > self.max_steps:
+            raise ValueError(f"min_steps = {self.min_steps} is more than max_steps = {self.max_steps}")
+        return self
+
+
+class Job(Section):
+    """A whole job, as `autotune init` writes it."""
+
+    model: Model
+    data: Data
+    batch: Batch
+    cluster: Cluster
+    training: Training = Training()
+    space: Space
+    baseline: Baseline = Baseline()
+    budget: Budget = Budget()
+    measure: MeasureSettings = MeasureSettings()
+    sampler: Literal["tpe", "random"] = "tpe"
+    export_for: Literal["accelerate"] | None = None
+    """Pins, before the search, the knobs that this trainer decides itself."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    output: str = "runs/latest"
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks of the real run."""
+        if self.batch.global_batch_size is not None:
+            return self.batch.global_batch_size
+        assert self.batch.global_batch_tokens is not None
+        return self.batch.global_batch_tokens // self.model.seq_len
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        tokens, seq_len, ranks = self.batch.global_batch_tokens, self.model.seq_len, self.batch.target_world_size
+        if tokens is not None and tokens % seq_len:
+            raise ValueError(
+                f"batch.global_batch_tokens = {tokens} is no multiple of model.seq_len = {seq_len}; "
+                f"nearest: {tokens // seq_len * seq_len} or {(tokens // seq_len + 1) * seq_len}"
+            )
+        if self.global_batch_size % ranks:
+            raise ValueError(
+                f"batch.global_batch_size = {self.global_batch_size} is no multiple of "
+                f"batch.target_world_size = {ranks}; nothing is rounded"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        text: str = yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+        return text
+
+
+def shipped(kind: Literal["jobs", "spaces"]) -> dict[str, str]:
+    """Shipped YAML texts by name."""
+    root = importlib.resources.files("search_spaces")
+    folder = root / "jobs" if kind == "jobs" else root
+    return {
+        entry.name.removesuffix(".yaml"): entry.read_text()
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    }
+
+
+def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
+    """The job at path `name`, or shipped under that name, with `a.b=value` overrides applied.
+
+    Raises:
+        UserError: no such job; not YAML; every bad key and value, several at once.
+    """
+    path, text = _find(name, "jobs", "job")
+    where = str(path) if path else f"{name} (shipped)"
+    values = _parse_mapping(text, where)
+    for override in overrides:
+        _apply_override(values, override)
+    folder = path.parent.resolve() if path else Path.cwd()
+    _resolve_space(values, folder, where)
+    _resolve_data(values, folder)
+    return validate(Job, values, where)
+
+
+def _find(name: str, kind: Literal["jobs", "spaces"], what: str) -> tuple[Path | None, str]:
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        try:
+            return path, path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"{name}: no such file", nearest(path.stem, shipped(kind))) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{name}: {error}", f"a {what} is a UTF-8 YAML file") from error
+    known = shipped(kind)
+    if name not in known:
+        raise UserError(f"{name}: neither a file nor a shipped {what}", nearest(name, known))
+    return None, known[name]
+
+
+def _parse_mapping(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not YAML: {error}", "indent with spaces; quote strings with : or #") from error
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{where}: expected a mapping of sections, found {type(values).__name__}",
+            "`autotune init` writes a job to start from",
+        )
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: expected section.key=value", "e.g. --set budget.trials=8")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override}: the value is not YAML: {error}") from error
+    *sections, last = key.split(".")
+    target = values
+    for section in sections:
+        inner = target.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {override}: {section} is {inner!r}, which has no keys of its own")
+        target = inner
+    target[last] = value
+
+
+def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
+    """A space given by name or path becomes its content, so that the resolved job stands alone."""
+    space = values.get("space", "default")
+    if not isinstance(space, str):
+        return
+    beside = folder / space
+    path, text = _find(str(beside) if beside.suffix in (".yaml", ".yml") else space, "spaces", "space")
+    values["space"] = _parse_mapping(text, f"{where}: space {path or space}")
+
+
+def _resolve_data(values: dict[str, Any], folder: Path) -> None:
+    data = values.get("data")
+    if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
+        data["source"] = str(folder / Path(data["source"]).expanduser())
+
+
+def validate(model: type[Job], values: dict[str, Any], where: str) -> Job:
+    """`values` as a job.
+
+    Raises:
+        UserError: each problem on a line of its own, with file, key path, value and hint.
+    """
+    try:
+        # YAML has lists where the models have tuples; JSON mode takes both, strictly otherwise.
+        return model.model_validate_json(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, ValidationError):
+            raise UserError(f"{where}: {error}", "only strings, numbers, booleans, lists and mappings") from error
+        problems = [_describe(details) for details in error.errors()]
+        unique = list(dict.fromkeys(problems))
+        head = f"{where}: {len(unique)} problem{'s' if len(unique) > 1 else ''}"
+        raise UserError("\n".join([head, *(f"  {problem}" for problem in unique)])) from None
+
+
+def _describe(details: ErrorDetails) -> str:
+    keys = [str(part) for part in details["loc"] if not _is_union_branch(part)]
+    path, value = ".".join(keys), details["input"]
+    if details["type"] == "extra_forbidden":
+        parent = _section(keys[:-1])
+        known = parent.model_fields if parent else {}
+        return f"{path}: unknown key\n    hint: {nearest(keys[-1], known)}"
+    if details["type"] == "missing":
+        return f"{path}: missing, and has no default\n    hint: `autotune init` shows every key"
+    if details["type"] == "value_error":
+        return f"{path + ': ' if path else ''}{details['ctx']['error']}"
+    message = details["msg"].replace("Input should be", "should be")
+    return f"{path} = {value!r}: {message}"
+
+
+def _is_union_branch(part: int | str) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("int", "float", "str", "bool", "tuple"))
+
+
+def _section(keys: list[str]) -> type[BaseModel] | None:
+    model: type[BaseModel] = Job
+    for key in keys:
+        field = model.model_fields.get(key)
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return None
+        model = field.annotation
+    return model

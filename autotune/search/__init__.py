@@ -1,0 +1,1 @@
+"""What to try next: Optuna behind one small interface, and what needs no trying."""

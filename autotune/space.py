@@ -1,0 +1,283 @@
+"""The knobs that exist for a job on the machine at hand, and the configs they make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+
+from autotune.errors import UserError
+from autotune.job import Job
+from trials.record import Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
+
+ORDERED = ("micro_batch_size", "bucket_cap_mb", "activation_checkpointing", "num_workers", "prefetch_factor")
+"""Sampled as an index into the candidates, from little to much; the others are yes or no."""
+
+PINS: dict[str, dict[str, tuple[Any, ...]]] = {
+    # accelerate 1.15: accumulate() reduces on the last micro-batch only; one unit a transformer block; its
+    # checkpointing is all blocks or none.
+    "accelerate": {
+        "sync_each_micro_batch": (False,),
+        "activation_checkpointing": ("none", "full"),
+        "blocks_per_unit": (1,),
+    }
+}
+"""What a trainer decides itself, by `export_for`: the values it can be handed, the others are not searched."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the survey found that the space depends on."""
+
+    device: str
+    num_blocks: int
+    block_mib: tuple[float, ...]
+    cpus_allowed: int
+
+
+def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]]:
+    """All (micro_batch_size, grad_accum_steps) with micro x accumulation x world size = global batch, exactly.
+
+    Raises:
+        UserError: the global batch does not divide by the world size.
+    """
+    per_rank, rest = divmod(global_batch_size, world_size)
+    if rest or per_rank < 1:
+        raise UserError(
+            f"batch: a global batch of {global_batch_size} sequences does not divide over {world_size} ranks",
+            "change batch.global_batch_size or batch.target_world_size; nothing is rounded",
+        )
+    return [(micro, per_rank // micro) for micro in range(1, per_rank + 1) if per_rank % micro == 0]
+
+
+class SearchSpace:
+    """Candidates per knob, resolved; turns Optuna's draws into canonical Knobs and back.
+
+    Args:
+        job: validated.
+        facts: of the model and machine.
+
+    Raises:
+        UserError: a candidate that does not divide, or that the machine or engine has not.
+    """
+
+    def __init__(self, job: Job, facts: Facts) -> None:
+        self.facts = facts
+        self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
+        self.baseline = self._baseline(job)
+        self.candidates = self._resolve(job)
+        if job.export_for is not None:
+            self._pin(job)
+        self.hash = digest(
+            {"candidates": self.candidates, "pairs": list(self.pairs.items()), "baseline": self.baseline.to_dict()}
+        )
+
+    def _baseline(self, job: Job) -> Knobs:
+        base = job.baseline
+        self._check_micro_batch("baseline.micro_batch_size", base.micro_batch_size)
+        workers = self.default_workers(job) if base.num_workers is None else base.num_workers
+        return self.canonical(
+            Knobs(
+                micro_batch_size=base.micro_batch_size,
+                grad_accum_steps=self.pairs[base.micro_batch_size],
+                sync_each_micro_batch=base.sync_each_micro_batch,
+                reshard_after_forward=base.reshard_after_forward,
+                bucket_cap_mb=max(self.facts.block_mib) if base.bucket_cap_mb is None else base.bucket_cap_mb,
+                blocks_per_unit=0,
+                activation_checkpointing=base.activation_checkpointing,
+                num_workers=workers,
+                prefetch_factor=base.prefetch_factor,
+            )
+        )
+
+    def default_workers(self, job: Job) -> int:
+        """CPUs this process may use, shared out over the ranks, less the one each rank runs on."""
+        return max(0, self.facts.cpus_allowed // job.cluster.ranks_per_node - 1)
+
+    def _resolve(self, job: Job) -> dict[str, tuple[Any, ...]]:
+        asked, base = job.space, self.baseline
+        micro = asked.micro_batch_size
+        if micro not in (None, "auto"):
+            for size in micro:
+                self._check_micro_batch("space.micro_batch_size", size)
+        found: dict[str, tuple[Any, ...]] = {
+            "micro_batch_size": tuple(self.pairs) if micro == "auto" else micro or (base.micro_batch_size,),
+            "sync_each_micro_batch": asked.sync_each_micro_batch or (job.baseline.sync_each_micro_batch,),
+            "reshard_after_forward": asked.reshard_after_forward or (base.reshard_after_forward,),
+            "bucket_cap_mb": self._bucket_caps(job),
+            "activation_checkpointing": self._checkpointing(job),
+            "num_workers": self._workers(job),
+            "prefetch_factor": asked.prefetch_factor or (job.baseline.prefetch_factor,),
+        }
+        return {
+            name: tuple(sorted(values)) if name in ORDERED and name != "activation_checkpointing" else values
+            for name, values in found.items()
+        }
+
+    def _bucket_caps(self, job: Job) -> tuple[float, ...]:
+        asked = job.space.bucket_cap_mb
+        if asked is None:
+            return (self.baseline.bucket_cap_mb,)
+        if asked == "auto":
+            sizes = [1]
+            while sizes[-1] * 2 < self.facts.num_blocks:
+                sizes.append(sizes[-1] * 2)
+            caps = [max(self.facts.block_mib) * size for size in {*sizes, self.facts.num_blocks}]
+        else:
+            caps = list(asked)
+        return tuple(sorted({self._canonical_cap(cap)[0] for cap in caps}))
+
+    def _checkpointing(self, job: Job) -> tuple[str, ...]:
+        asked = job.space.activation_checkpointing or (self.baseline.activation_checkpointing,)
+        modes = dict.fromkeys(self._canonical_mode(mode) for mode in asked)
+        return tuple(sorted(modes, key=recompute_rank))
+
+    def _workers(self, job: Job) -> tuple[int, ...]:
+        asked = job.space.num_workers
+        if asked is None:
+            return (self.baseline.num_workers,)
+        if asked != "auto":
+            return asked
+        most = max(1, self.facts.cpus_allowed // job.cluster.ranks_per_node)
+        return (0, *(2**power for power in range(most.bit_length()) if 2**power <= most))
+
+    def _check_micro_batch(self, key: str, size: int) -> None:
+        if size not in self.pairs:
+            raise UserError(
+                f"{key} = {size}: the per-rank batch of {max(self.pairs)} sequences does not divide by it",
+                f"divisors: {', '.join(str(micro) for micro in self.pairs)}",
+            )
+
+    def _pin(self, job: Job) -> None:
+        target = job.export_for
+        assert target is not None
+        pins = PINS[target]
+        kept = dict(self.candidates)
+        kept["sync_each_micro_batch"] = pins["sync_each_micro_batch"]
+        kept["activation_checkpointing"] = tuple(
+            mode for mode in self.candidates["activation_checkpointing"] if mode in pins["activation_checkpointing"]
+        )
+        kept["bucket_cap_mb"] = (self._canonical_cap(max(self.facts.block_mib))[0],)
+        if not kept["activation_checkpointing"]:
+            raise UserError(
+                f"export_for = {target}: none of space.activation_checkpointing = "
+                f"{list(self.candidates['activation_checkpointing'])} can be handed to it",
+                f"it has {' and '.join(pins['activation_checkpointing'])}",
+            )
+        self.candidates = kept
+
+    def canonical(self, knobs: Knobs) -> Knobs:
+        """The one spelling of all configs that are the same in effect."""
+        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
+        return replace(
+            knobs,
+            bucket_cap_mb=cap,
+            blocks_per_unit=blocks,
+            activation_checkpointing=self._canonical_mode(knobs.activation_checkpointing),
+            # With one micro-step there is nothing to hold back.
+            sync_each_micro_batch=knobs.sync_each_micro_batch or knobs.grad_accum_steps == 1,
+            prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
+        )
+
+    def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
+        """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
+        # A cap given as a multiple of the block's size must not lose to rounding.
+        units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
+        return unit_cap_mb(self.facts.block_mib, units), max(units)
+
+    def _canonical_mode(self, mode: str) -> str:
+        stride = checkpoint_stride(mode)
+        if stride is None:
+            return mode
+        return f"every_{min(stride, self.facts.num_blocks)}" if self.facts.num_blocks > 1 else "full"
+
+    def suggest(self, trial: optuna.Trial) -> Knobs:
+        """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
+
+        def draw(name: str) -> Any:
+            values = self.candidates[name]
+            if len(values) == 1:
+                return values[0]
+            if name in ORDERED:
+                return values[trial.suggest_int(name, 0, len(values) - 1)]
+            return trial.suggest_categorical(name, list(values))
+
+        micro = draw("micro_batch_size")
+        accumulation = self.pairs[micro]
+        workers_first = draw("num_workers")
+        return self.canonical(
+            Knobs(
+                micro_batch_size=micro,
+                grad_accum_steps=accumulation,
+                sync_each_micro_batch=draw("sync_each_micro_batch") if accumulation > 1 else True,
+                reshard_after_forward=draw("reshard_after_forward"),
+                bucket_cap_mb=draw("bucket_cap_mb"),
+                blocks_per_unit=0,
+                activation_checkpointing=draw("activation_checkpointing"),
+                num_workers=workers_first,
+                prefetch_factor=draw("prefetch_factor") if workers_first else None,
+            )
+        )
+
+    def params(self, knobs: Knobs) -> dict[str, Any]:
+        """The draws that `suggest` turns into `knobs`.
+
+        Raises:
+            ValueError: a value that is no candidate.
+        """
+        found: dict[str, Any] = {}
+        for name, values in self.candidates.items():
+            if len(values) == 1 or not self._matters(name, knobs):
+                continue
+            value = getattr(knobs, name)
+            if value not in values:
+                raise ValueError(f"{name} = {value!r} is no candidate of {values}")
+            found[name] = values.index(value) if name in ORDERED else value
+        return found
+
+    def distributions(self, knobs: Knobs) -> dict[str, optuna.distributions.BaseDistribution]:
+        """Optuna's distributions of `params(knobs)`."""
+        return {
+            name: optuna.distributions.IntDistribution(0, len(self.candidates[name]) - 1)
+            if name in ORDERED
+            else optuna.distributions.CategoricalDistribution(list(self.candidates[name]))
+            for name in self.params(knobs)
+        }
+
+    def contains(self, knobs: Knobs) -> bool:
+        return all(
+            getattr(knobs, name) in values
+            for name, values in self.candidates.items()
+            if self._matters(name, knobs)
+        )
+
+    @staticmethod
+    def _matters(name: str, knobs: Knobs) -> bool:
+        if name == "sync_each_micro_batch":
+            return knobs.grad_accum_steps > 1
+        if name == "prefetch_factor":
+            return knobs.num_workers > 0
+        return True
+
+    def configs(self) -> Iterator[Knobs]:
+        """Every config of the space once, in canonical form."""
+        seen: set[Knobs] = set()
+        names = list(self.candidates)
+        for values in itertools.product(*self.candidates.values()):
+            drawn = dict(zip(names, values, strict=True))
+            accumulation = self.pairs[drawn["micro_batch_size"]]
+            knobs = self.canonical(Knobs(**drawn, grad_accum_steps=accumulation, blocks_per_unit=0))
+            if knobs not in seen:
+                seen.add(knobs)
+                yield knobs
+
+
+def recompute_rank(mode: str) -> float:
+    """Orders activation checkpointing from no recomputation to all of it; every_K in between, by its share."""
+    stride = checkpoint_stride(mode)
+    if stride is not None:
+        return 2 + 1 / stride
+    return {"none": 0.0, "selective_op": 1.0, "full": 3.0}[mode]
