@@ -30,7 +30,7 @@ class UserError(AutotuneError, ValueError):
     exit_code = 2
 
 
-class NothingFits(AutotuneError):
+class NothingFitsError(AutotuneError):
     """Every config that was tried ran out of memory."""
 
     exit_code = 3

@@ -16,6 +16,13 @@ from trials.record import PYTHON_STDLIB, checkpoint_stride
 
 Positive = Annotated[int, Field(gt=0)]
 
+ABSENT_KNOBS = {
+    "limit_all_gathers": "FSDP2 has no such knob: it is FSDP1's rate limiter of in-flight all-gathers",
+    "grad_accum_steps": "accumulation is derived, so that the global batch stays exact: search micro_batch_size",
+    "pin_memory": "always on for CUDA, absent on CPU",
+}
+"""Knobs that people ask for and that cannot be searched, with the reason."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -76,7 +83,9 @@ class Optimizer(Section):
 class Training(Section):
     engines: tuple[Literal["fsdp2"], ...] = ("fsdp2",)
     precision: Literal["fp32", "bf16"] = "bf16"
-    """bf16: compute and gathers in bf16, master weights and gradient reduction in fp32."""
+    """bf16: compute and gathers in bf16, master weights in fp32."""
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the gradient reduction. auto: what export_for's trainer does, else fp32."""
     optimizer: Optimizer = Optimizer()
 
 
@@ -86,7 +95,7 @@ class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks_per_node: Positive
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
-    """Per rank. On CUDA the caching allocator's cap (default: the device's memory); on CPU the data segment's growth."""
+    """Per rank. On CUDA the caching allocator's cap (default: all memory); on CPU the data segment's growth."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the limit that a config must leave free to count as fitting."""
     launcher: Literal["auto", "fork", "exec"] = "auto"
@@ -101,9 +110,6 @@ class Cluster(Section):
         return self
 
 
-Candidates = tuple[Any, ...] | Literal["auto"]
-
-
 class Space(Section):
     """Candidates per knob; a knob that is absent keeps the baseline's value. `auto` derives them (README, "Knobs")."""
 
@@ -114,15 +120,6 @@ class Space(Section):
     activation_checkpointing: tuple[str, ...] | None = None
     num_workers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] | None = None
     prefetch_factor: tuple[Positive, ...] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_to_fsdp2(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "limit_all_gathers" in values:
-            raise ValueError(
-                "limit_all_gathers does not exist in FSDP2 (it is FSDP1's rate limiter of in-flight all-gathers)"
-            )
-        return values
 
     @model_validator(mode="after")
     def _modes_and_duplicates(self) -> Self:
@@ -206,9 +203,32 @@ class Job(Section):
         assert self.batch.global_batch_tokens is not None
         return self.batch.global_batch_tokens // self.model.seq_len
 
+    @property
+    def reduce_dtype(self) -> Literal["fp32", "bf16"]:
+        """Of the gradient reduction: as asked, or as the trainer that is exported for does it."""
+        if self.training.reduce_dtype != "auto":
+            return self.training.reduce_dtype
+        return "bf16" if self.training.precision == "bf16" and self.export_for == "accelerate" else "fp32"
+
+    @model_validator(mode="after")
+    def _reduction(self) -> Self:
+        asked, precision = self.training.reduce_dtype, self.training.precision
+        if asked == "bf16" and precision == "fp32":
+            raise ValueError("training.reduce_dtype = bf16 needs training.precision = bf16")
+        if asked == "fp32" and precision == "bf16" and self.export_for == "accelerate":
+            raise ValueError(
+                "training.reduce_dtype = fp32: accelerate's bf16 reduces gradients in bf16 (export_for = accelerate); "
+                "leave it at auto"
+            )
+        return self
+
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        tokens, seq_len, ranks = self.batch.global_batch_tokens, self.model.seq_len, self.batch.target_world_size
+        tokens, seq_len, ranks = (
+            self.batch.global_batch_tokens,
+            self.model.seq_len,
+            self.batch.target_world_size,
+        )
         if tokens is not None and tokens % seq_len:
             raise ValueError(
                 f"batch.global_batch_tokens = {tokens} is no multiple of model.seq_len = {seq_len}; "
@@ -338,6 +358,8 @@ def _describe(details: ErrorDetails) -> str:
     keys = [str(part) for part in details["loc"] if not _is_union_branch(part)]
     path, value = ".".join(keys), details["input"]
     if details["type"] == "extra_forbidden":
+        if keys[-1] in ABSENT_KNOBS:
+            return f"{path}: {ABSENT_KNOBS[keys[-1]]}\n    hint: remove it"
         parent = _section(keys[:-1])
         known = parent.model_fields if parent else {}
         return f"{path}: unknown key\n    hint: {nearest(keys[-1], known)}"

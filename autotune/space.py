@@ -72,7 +72,11 @@ class SearchSpace:
         if job.export_for is not None:
             self._pin(job)
         self.hash = digest(
-            {"candidates": self.candidates, "pairs": list(self.pairs.items()), "baseline": self.baseline.to_dict()}
+            {
+                "candidates": self.candidates,
+                "pairs": list(self.pairs.items()),
+                "baseline": self.baseline.to_dict(),
+            }
         )
 
     def _baseline(self, job: Job) -> Knobs:
@@ -100,7 +104,7 @@ class SearchSpace:
     def _resolve(self, job: Job) -> dict[str, tuple[Any, ...]]:
         asked, base = job.space, self.baseline
         micro = asked.micro_batch_size
-        if micro not in (None, "auto"):
+        if isinstance(micro, tuple):
             for size in micro:
                 self._check_micro_batch("space.micro_batch_size", size)
         found: dict[str, tuple[Any, ...]] = {
@@ -249,9 +253,7 @@ class SearchSpace:
 
     def contains(self, knobs: Knobs) -> bool:
         return all(
-            getattr(knobs, name) in values
-            for name, values in self.candidates.items()
-            if self._matters(name, knobs)
+            getattr(knobs, name) in values for name, values in self.candidates.items() if self._matters(name, knobs)
         )
 
     @staticmethod

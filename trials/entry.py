@@ -38,7 +38,10 @@ class Rank:
     def __init__(self, spec: TrialSpec, rank: int, local_rank: int) -> None:
         self.spec, self.rank, self.local_rank = spec, rank, local_rank
         self.report = RankReport(
-            rank=rank, host=socket.gethostname(), torch_version=torch.__version__, device_name=platform.machine()
+            rank=rank,
+            host=socket.gethostname(),
+            torch_version=torch.__version__,
+            device_name=platform.machine(),
         )
         self.limit: memory.CpuLimit | None = None
         self._phase_started = time.perf_counter()
@@ -79,7 +82,7 @@ class Rank:
         found["num_sequences"] = len(dataset)
         found["cpus_allowed"] = survey.cpus_allowed()
         if self.spec.device == "cuda":
-            found["sm_count"] = survey.cuda_sm_count()
+            found |= survey.cuda_facts()
         else:
             found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
         self.report.survey = found
@@ -154,7 +157,7 @@ class Rank:
         names = wrap.block_names(model, blocks)
         sizes_mib = wrap.block_mib(blocks, spec.precision)
         wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
-        wrap.shard(model, names, sizes_mib, knobs, mesh, spec.precision)
+        wrap.shard(model, names, sizes_mib, knobs, mesh, wrap.mixed_precision(spec.precision, spec.reduce_dtype))
         wrap.initialise(model, workload, spec.device, spec.seed)
         return model, names
 
@@ -188,9 +191,7 @@ class Rank:
             step = next(i for i, loss in enumerate(report.losses) if not math.isfinite(loss))
             raise TrialError(Outcome.WRONG_NUMERICS, f"the loss of step {step} is {report.losses[step]}")
 
-    def _track_memory(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs
-    ) -> None:
+    def _track_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs) -> None:
         assert self.limit is not None
         self.limit.lift()  # the tracker's own bookkeeping is not the config's
         # Two micro-steps show what any number would: gradients absent, then gradients held.

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 GIB = 2**30
 _STATUS = Path("/proc/self/status")
+_SAMPLE_INTERVAL_S = 0.002
+_GRAIN_SIZE = 32768
+"""Elements that torch gives an OpenMP thread at least (at::internal::GRAIN_SIZE)."""
 
 
 def data_segment_bytes() -> int:
@@ -30,15 +34,32 @@ def data_segment_bytes() -> int:
     raise OSError(f"no VmData in {_STATUS}")
 
 
+def use_threads_once() -> None:
+    """A backward, and collectives enough to occupy each of gloo's threads, on tensors that OpenMP shares out.
+
+    A thread's first use takes memory. At the limit, where there is none, glibc and libgomp end the process by
+    themselves: no exception, no report.
+    """
+    size = 2 * _GRAIN_SIZE * torch.get_num_threads()
+    torch.ones(size, requires_grad=True).square().sum().backward()  # type: ignore[no-untyped-call]
+    if dist.is_initialized():
+        part, whole = torch.ones(size), torch.ones(size * dist.get_world_size())
+        works = [dist.all_gather_single(whole.clone(), part, async_op=True) for _ in range(8)]
+        works += [dist.reduce_scatter_single(part.clone(), whole, async_op=True) for _ in range(8)]
+        for work in works:
+            work.wait()
+
+
 class CpuLimit:
     """RLIMIT_DATA at the present data segment + `limit_bytes`, until `lift`; samples the segment's growth."""
 
     def __init__(self, limit_bytes: int | None) -> None:
-        # One backward first: its buffers and threads belong to torch, not to the config.
-        torch.ones(64, 64, requires_grad=True).square().sum().backward()  # type: ignore[no-untyped-call]
-        self.base_bytes = data_segment_bytes()
+        # What threads take at their first use is no part of the config.
+        use_threads_once()
         self.peak_growth_bytes = 0
         self._sampling = threading.Event()
+        threading.Thread(target=self._sample, daemon=True).start()
+        self.base_bytes = data_segment_bytes()
         if limit_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (self.base_bytes + limit_bytes, hard))
@@ -47,22 +68,19 @@ class CpuLimit:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
-    def watch(self, steps: Callable[[], None], interval_s: float = 0.002) -> None:
+    def watch(self, steps: Callable[[], None]) -> None:
         """Runs untimed `steps` while a thread samples the data segment; the largest growth is kept."""
         self._sampling.set()
-        thread = threading.Thread(target=self._sample, args=(interval_s,), daemon=True)
-        thread.start()
         try:
             steps()
         finally:
             self._sampling.clear()
-            thread.join()
         self._note()
 
-    def _sample(self, interval_s: float) -> None:
-        while self._sampling.is_set():
+    def _sample(self) -> None:
+        while self._sampling.wait():
             self._note()
-            time.sleep(interval_s)
+            time.sleep(_SAMPLE_INTERVAL_S)
 
     def _note(self) -> None:
         self.peak_growth_bytes = max(self.peak_growth_bytes, data_segment_bytes() - self.base_bytes)

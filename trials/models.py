@@ -31,9 +31,7 @@ class DecoderConfig:
 
 PRESETS: dict[str, DecoderConfig] = {
     # Bytes as tokens: 3.3 million parameters, half a second a step on one core.
-    "tiny": DecoderConfig(
-        vocab_size=256, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=704
-    ),
+    "tiny": DecoderConfig(vocab_size=256, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=704),
 }
 
 
@@ -44,13 +42,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed: Tensor = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return normed
 
 
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -63,9 +66,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, rope), rotate(k, rope)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads)
         projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, seq_len, hidden))
         return projected
 
@@ -73,7 +74,8 @@ class Attention(nn.Module):
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """RoPE on (batch, heads, seq_len, head_dim) with `rope` = (2, max_seq_len, head_dim): cosines, signed sines."""
     cos, sin = rope[:, : x.shape[2]].to(x.dtype)
-    return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
+    rotated: Tensor = x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * sin
+    return rotated
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Outcome(str, Enum):
+class Outcome(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10)
     OK = "ok"
     OOM_DEVICE = "oom_device"
     OOM_HOST = "oom_host"
@@ -133,7 +133,8 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
     of a peer's; the earliest failure.
     """
     failed = sorted(
-        (end for end in ends if end.outcome is not Outcome.OK or end.exit_code != 0), key=lambda end: end.ended_s
+        (end for end in ends if end.outcome is not Outcome.OK or end.exit_code != 0),
+        key=lambda end: end.ended_s,
     )
     for end in failed:
         if end.outcome in OUT_OF_MEMORY:

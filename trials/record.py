@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 PYTHON_STDLIB = "python-stdlib"
 """`data.source` for the text that every machine has: this interpreter's own library source."""
 
@@ -61,9 +60,7 @@ def checkpoint_stride(mode: str) -> int | None:
     prefix, _, stride = mode.partition("_")
     if prefix == "every" and stride.isdigit() and int(stride) >= 2:
         return int(stride)
-    raise ValueError(
-        f"activation_checkpointing = {mode!r}: expected none, full, selective_op, or every_K with K >= 2"
-    )
+    raise ValueError(f"activation_checkpointing = {mode!r}: expected none, full, selective_op, or every_K with K >= 2")
 
 
 def group_blocks(block_mib: Sequence[float], cap_mib: float) -> list[int]:
@@ -124,7 +121,9 @@ class TrialSpec:
     global_batch_size: int
     """Sequences per optimizer step over the ranks of this trial."""
     precision: str
-    """`fp32`, or `bf16` (bf16 compute and gathers, fp32 master weights and gradient reduction)."""
+    """`fp32`, or `bf16` (bf16 compute and gathers, fp32 master weights)."""
+    reduce_dtype: str
+    """`fp32` or `bf16`: of the gradient reduction."""
     optimizer: dict[str, Any]
     world_size: int
     device: str

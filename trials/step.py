@@ -42,9 +42,7 @@ class Stepper:
         self._micro_steps: set[int] = set()
         self._synced_early: set[bool] = set()
 
-    def step(
-        self, num_micro_steps: int | None = None, before_micro_step: Callable[[], None] | None = None
-    ) -> None:
+    def step(self, num_micro_steps: int | None = None, before_micro_step: Callable[[], None] | None = None) -> None:
         """One optimizer step; its mean loss on this rank goes to `losses`, without a host sync.
 
         Args:

@@ -43,14 +43,18 @@ def device_facts(device: str) -> dict[str, str]:
         return {
             "device_name": torch.cuda.get_device_name(),
             "driver_version": _nvidia_driver_version(),
-            "nccl_version": ".".join(str(part) for part in torch.cuda.nccl.version()),
+            "nccl_version": ".".join(str(part) for part in torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
         }
     return {"device_name": cpu_name(), "driver_version": "", "nccl_version": ""}
 
 
-def cuda_sm_count() -> int:
-    """Streaming multiprocessors visible to this process: fewer than the card's in a MIG slice."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+def cuda_facts() -> dict[str, float]:
+    """What a process may use of its GPU: in a MIG slice, fewer multiprocessors than the card's row in the table."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "sm_count": properties.multi_processor_count,
+        "device_memory_gib": properties.total_memory / 2**30,
+    }
 
 
 def cpu_name() -> str:

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ class AttentionShape:
     head_dim: int
 
 
-@runtime_checkable
 class Workload(Protocol):
     """A model and its loss. The trial shards, checkpoints, initialises and trains it; `build_model` only builds it.
 
@@ -84,9 +83,7 @@ def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[s
         return DecoderWorkload(**arguments)
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise TrialError(
-            Outcome.INVALID, f"model.workload = {name!r}: expected 'decoder' or 'package.module:factory'"
-        )
+        raise TrialError(Outcome.INVALID, f"model.workload = {name!r}: expected 'decoder' or 'package.module:factory'")
     sys.path.extend(path for path in import_paths if path not in sys.path)
     try:
         factory: Callable[..., Workload] = getattr(importlib.import_module(module_name), attribute)
@@ -95,10 +92,11 @@ def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[s
         raise TrialError(
             Outcome.INVALID, f"model.workload = {name!r} failed: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(workload, Workload):
-        missing = [member for member in _members() if not hasattr(workload, member)]
+    missing = [member for member in _members() if not hasattr(workload, member)]
+    if missing:
         raise TrialError(
-            Outcome.INVALID, f"model.workload = {name!r} returned a {type(workload).__name__} without {missing}"
+            Outcome.INVALID,
+            f"model.workload = {name!r} returned a {type(workload).__name__} without {missing}",
         )
     return workload
 

@@ -44,7 +44,7 @@ def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 
 def selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_matmuls)
+    return create_selective_checkpoint_contexts(_keep_matmuls)  # type: ignore[no-untyped-call]
 
 
 def block_names(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
@@ -80,28 +80,31 @@ def apply_checkpointing(model: nn.Module, names: Sequence[str], mode: str) -> No
         setattr(parent, leaf, checkpoint_wrapper(model.get_submodule(name), **kwargs))
 
 
+def mixed_precision(precision: str, reduce_dtype: str) -> MixedPrecisionPolicy:
+    """FSDP2's policy for `precision` (`fp32`, or `bf16` over fp32 master weights) and the gradients' reduction."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    reduce = torch.bfloat16 if reduce_dtype == "bf16" else torch.float32
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+
+
 def shard(
-    model: nn.Module, names: Sequence[str], sizes_mib: Sequence[float], knobs: Knobs, mesh: DeviceMesh, precision: str
+    model: nn.Module,
+    names: Sequence[str],
+    sizes_mib: Sequence[float],
+    knobs: Knobs,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
 ) -> None:
     """Shards `model` (on `meta`) by FSDP2: one unit for each group of consecutive blocks, the rest in the root's.
 
     The root keeps torch's default (its weights stay gathered between forward and backward), as trainers have it.
     """
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if precision == "bf16"
-        else MixedPrecisionPolicy()
-    )
     blocks = [model.get_submodule(name) for name in names]
     first = 0
     for size in group_blocks(sizes_mib, knobs.bucket_cap_mb):
         unit = blocks[first : first + size]
-        fully_shard(
-            unit if size > 1 else unit[0],  # type: ignore[arg-type]
-            mesh=mesh,
-            reshard_after_forward=knobs.reshard_after_forward,
-            mp_policy=policy,
-        )
+        fully_shard(unit, mesh=mesh, reshard_after_forward=knobs.reshard_after_forward, mp_policy=policy)
         first += size
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -164,11 +167,7 @@ def _read_units(groups: Sequence[FSDPParamGroup]) -> tuple[list[int], list[float
         units.append(1)
         dtypes = [p.param_dtype or p.orig_dtype for p in group.fsdp_params]
         sizes_mib.append(
-            sum(
-                p._orig_size.numel() * dtype.itemsize
-                for p, dtype in zip(group.fsdp_params, dtypes, strict=True)
-            )
-            / MIB
+            sum(p._orig_size.numel() * dtype.itemsize for p, dtype in zip(group.fsdp_params, dtypes, strict=True)) / MIB
         )
     return units, sizes_mib
 

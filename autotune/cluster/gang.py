@@ -51,18 +51,14 @@ def run_gang(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> Ga
         spec_json = spec.to_json()
         ray.get(
             [
-                node.agent.start.remote(
-                    spec_json, _ranks(slot, index), {**env, "GROUP_RANK": str(index)}, str(log_dir)
-                )
+                node.agent.start.remote(spec_json, _ranks(slot, index), {**env, "GROUP_RANK": str(index)}, str(log_dir))
                 for index, node in enumerate(slot.nodes)
             ]
         )
         timed_out, detected_s = _watch(slot, started, timeout_s)
         records: list[NodeRecord] = ray.get([node.agent.finish.remote() for node in slot.nodes])
     except ray.exceptions.RayError as error:
-        return GangResult(
-            Outcome.NODE_LOST, f"a node's agent died: {error}", None, {}, hosts, started_at, time.time()
-        )
+        return GangResult(Outcome.NODE_LOST, f"a node's agent died: {error}", None, {}, hosts, started_at, time.time())
     return _conclude(slot, records, log_dir, hosts, started_at, timed_out, timeout_s, detected_s)
 
 

@@ -15,7 +15,7 @@ def _keeps_no_less(mode: str, other: str) -> bool:
 
     none keeps all, full least. selective_op and every_K lie between, in no order that holds for all models.
     """
-    if mode == other or mode == "none" or other == "full":
+    if mode in {other, "none"} or other == "full":
         return True
     stride, other_stride = checkpoint_stride(mode), checkpoint_stride(other)
     return stride is not None and other_stride is not None and stride >= other_stride

@@ -1,0 +1,42 @@
+# `make quickstart` and `make test` make their own environment; everything else here uses the same one.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
+DEV := $(VENV)/.dev-installed
+RUN := $(VENV)/.installed
+
+.PHONY: quickstart test test-ranks test-cluster lint benchmark clean
+
+quickstart: $(RUN)  ## tune a small real model on two CPU ranks
+	$(BIN)/autotune run quickstart
+
+test: $(DEV)  ## all tests that CI needs to pass; under 6 minutes on two cores
+	$(BIN)/python -m pytest tests --ignore=tests/benchmarks
+
+test-ranks: $(DEV)  ## the conformance suite on real gloo ranks
+	$(BIN)/python -m pytest tests/ranks
+
+test-cluster: $(DEV)  ## real trials on a real local Ray
+	$(BIN)/python -m pytest tests/cluster
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: $(DEV)  ## overhead of a trial beside torchrun; prints tables, minutes
+	$(BIN)/python -m tests.benchmarks.overhead
+
+$(RUN): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable .
+	touch $@
+
+$(DEV): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test]'
+	touch $@ $(RUN)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

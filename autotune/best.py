@@ -1,0 +1,170 @@
+"""best.yaml: the best config so far with its evidence; what exporters and trainers read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autotune.errors import UserError
+from autotune.export.base import Best
+from autotune.report.text import gib, mfu_label, percent, rate
+from autotune.rows import Attempt, Study, workload_digest
+from autotune.verdict import CONFIDENCE, Verdict
+from trials.record import Knobs
+
+HEADER = """\
+# Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
+# complete: false means that the run had not ended: the config is the best seen so far, not a verdict.
+"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A config and what is known of its speed."""
+
+    attempt: Attempt
+    rate: float | None = None
+    """Tokens/s per rank over fresh rounds; None: only the one trial's is known."""
+
+    def to_dict(self, study: Study) -> dict[str, Any]:
+        """Figures with their units and conventions; those that follow from throughput are scaled to `rate`."""
+        attempt, row = self.attempt, self.attempt.row
+        measured = attempt.tokens_per_s_per_rank
+        scale = self.rate / measured if self.rate and measured else 1.0
+
+        def scaled(value: float | None) -> float | None:
+            return None if value is None else value * scale
+
+        return {
+            "trial": attempt.spec.trial,
+            "tokens_per_s_per_rank": scaled(measured),
+            "mfu": scaled(attempt.mfu),
+            "mfu_causal": scaled(row.get("mfu_causal")),
+            "hfu": scaled(attempt.hfu),
+            "flops_convention": study.model.flops_convention,
+            "flops_per_token": study.model.flops_per_token,
+            "peak_tflops_per_s": study.peak.tflops_per_s,
+            "peak_dtype": study.peak.dtype,
+            "peak_source": study.peak.source,
+            "allocated_gib": row.get("allocated_gib"),
+            "reserved_gib": row.get("reserved_gib"),
+            "limit_gib": study.limits.limit_gib,
+        }
+
+
+def best_content(
+    study: Study,
+    *,
+    best: Evidence,
+    baseline: Evidence,
+    fallback: Evidence | None,
+    verdict: Verdict | None,
+    complete: bool,
+) -> dict[str, Any]:
+    """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it."""
+    job, row = study.job, best.attempt.row
+    unknown = "no faster config fits: keep your baseline" if complete else "not yet: the run has not ended"
+    return {
+        "complete": complete,
+        "verdict": verdict.sentence() if verdict else unknown,
+        "settings": best.attempt.knobs.to_dict(),
+        "training": {
+            "precision": job.training.precision,
+            "reduce_dtype": job.reduce_dtype,
+            "target_world_size": job.batch.target_world_size,
+            "global_batch_size": job.global_batch_size,
+            "seq_len": job.model.seq_len,
+        },
+        "evidence": best.to_dict(study),
+        "gain": (
+            {
+                "ratio": verdict.ratio,
+                "low": verdict.low,
+                "high": verdict.high,
+                "confidence": CONFIDENCE,
+                "num_paired_rounds": verdict.num_rounds,
+            }
+            if verdict
+            else None
+        ),
+        "baseline": _with_settings(baseline, study),
+        "fallback": _with_settings(fallback, study) if fallback else None,
+        "fingerprint": {
+            "study_id": study.study_id,
+            "space_hash": study.space_hash,
+            "workload_digest": workload_digest(best.attempt.spec),
+            "device_name": row.get("device_name"),
+            "torch_version": row.get("torch_version"),
+            "driver_version": row.get("driver_version"),
+            "nccl_version": row.get("nccl_version"),
+            "world_size": study.world_size,
+            "hosts": sorted(set(row["hosts"])),
+            "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "simulated": False,
+        },
+    }
+
+
+def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
+    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict(study)
+
+
+def write_best(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all, so that a reader never sees half a file."""
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w") as file:
+        file.write(HEADER + yaml.safe_dump(content, sort_keys=False))
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def read_best(run: Path) -> dict[str, Any]:
+    """The content of `run`/best.yaml.
+
+    Raises:
+        UserError: no run there, or none that has measured anything.
+    """
+    path = run / "best.yaml"
+    if not path.is_file():
+        raise UserError(
+            f"{run}: no best.yaml there",
+            "give the folder of a run (its job's `output`) that has measured a config",
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        Knobs.from_dict(content["settings"])
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a best.yaml of fsdp-autotune: {type(error).__name__}: {error}",
+            "was it edited by hand?",
+        ) from error
+    assert isinstance(content, dict)
+    return content
+
+
+def to_exportable(best: dict[str, Any]) -> Best:
+    """What exporters take, from the content of best.yaml."""
+    evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
+    label = mfu_label(evidence["peak_source"])
+    limit = f" of {gib(evidence['limit_gib'])}" if evidence["limit_gib"] else ""
+    return Best(
+        knobs=Knobs.from_dict(best["settings"]),
+        precision=training["precision"],
+        reduce_dtype=training["reduce_dtype"],
+        world_size=training["target_world_size"],
+        seq_len=training["seq_len"],
+        evidence=[
+            f"Measured: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "
+            f"{label} {percent(evidence['mfu'])} [{evidence['flops_convention']}], HFU {percent(evidence['hfu'])}, "
+            f"peak memory {gib(evidence['reserved_gib'])} reserved{limit} per rank,",
+            f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
+            f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",
+            f"Verdict: {best['verdict']}" + ("" if best["complete"] else " (the run had not ended)"),
+        ],
+    )

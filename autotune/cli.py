@@ -1,0 +1,184 @@
+"""The `autotune` command: thin; every command's work is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from autotune import __version__
+from autotune.errors import AutotuneError, UserError, nearest
+
+EXIT_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fsdp-autotune")
+def cli() -> None:
+    """Find the PyTorch FSDP settings with the highest measured MFU that do not run out of memory."""
+
+
+@cli.command()
+@click.option("--template", default="quickstart", show_default=True, help="Shipped job to start from.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("job.yaml"),
+    show_default=True,
+    help="File to write.",
+)
+def init(template: str, output: Path) -> None:
+    """Write a commented job file to edit."""
+    from autotune.job import shipped
+
+    jobs = shipped("jobs")
+    if template not in jobs:
+        raise UserError(f"--template {template}: no such template", nearest(template, jobs))
+    if output.exists():
+        raise UserError(f"{output}: exists already", "give another file by --output")
+    try:
+        output.write_text(jobs[template])
+    except OSError as error:
+        raise UserError(f"{output}: {error.strerror}", "give a file you can write by --output") from error
+    click.echo(f"wrote {output}\nnext: edit it, then\n  autotune run {output}")
+
+
+@cli.command()
+@click.argument("job")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. budget.trials=8.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder of the run (default: the job's `output`).")
+@click.option("--trials", type=click.IntRange(min=1), help="Trials to explore (overrides budget.trials).")
+def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None) -> None:
+    """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
+    from autotune.job import load_job
+
+    if trials is not None:
+        overrides = (*overrides, f"budget.trials={trials}")
+    loaded = load_job(job, overrides)
+    if output is not None:
+        loaded = loaded.model_copy(update={"output": str(output)})
+    path = Path(job)
+    import_path = path.parent.resolve() if path.is_file() else Path.cwd()
+    _run(loaded, job, import_path)
+
+
+def _run(loaded: Any, name: str, import_path: Path) -> None:
+    from rich.console import Console
+
+    from autotune.best import read_best
+    from autotune.cluster.runner import open_runner
+    from autotune.report.screen import make_screen
+    from autotune.report.tables import print_best
+    from autotune.run import Run, prepare_folder
+
+    console = Console(highlight=False)
+    out = Path(loaded.output).absolute()
+    moved = prepare_folder(out)
+    shown = _shown(out)
+    screen = make_screen(console)
+    screen.message(f"autotune {__version__}: {name} -> {shown}")
+    if moved is not None:
+        screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
+    with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
+        result = Run(loaded, out, runner, screen, import_path).go()
+    console.print()
+    print_best(console, read_best(out))
+    minutes = result.elapsed_s / 60
+    screen.message(
+        f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; {minutes:.1f} min. "
+        f"History: {shown}/history"
+    )
+    target = loaded.export_for or "accelerate"
+    screen.message(f"next: autotune export {shown} --to {target}")
+
+
+@cli.command()
+@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--trial", type=int, help="Everything about one trial.")
+def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
+    """Show a run's result and its trials."""
+    from rich.console import Console
+
+    from autotune.best import read_best
+    from autotune.history import History
+    from autotune.report.tables import print_best, print_trial, print_trials
+
+    rows, skipped = History(run_folder / "history").rows()
+    if not rows and not (run_folder / "best.yaml").exists():
+        raise UserError(f"{run_folder}: no run there", "give the folder of a run: its job's `output`")
+    for line in skipped:
+        click.echo(f"skipped {line}", err=True)
+    if trial is not None:
+        rows = [row for row in rows if row["trial"] == trial]
+        if not rows:
+            raise UserError(f"{run_folder}: no trial {trial}", "`autotune show RUN` lists them")
+    best = read_best(run_folder) if (run_folder / "best.yaml").exists() else None
+    if as_json:
+        click.echo(json.dumps({"trials": rows} | ({} if trial is not None else {"best": best}), default=str))
+        return
+    console = Console(highlight=False)
+    if trial is not None:
+        for row in rows:
+            print_trial(console, row)
+        return
+    print_trials(console, rows)
+    if best is not None:
+        print_best(console, best)
+
+
+@cli.command()
+@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, help="plain or accelerate.")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="Folder to write to (default: RUN/export/TARGET)."
+)
+def export(run_folder: Path, target: str, output: Path | None) -> None:
+    """Write the best config in a trainer's own format."""
+    from autotune.best import read_best, to_exportable
+    from autotune.export import export as export_to
+
+    exported = export_to(target, to_exportable(read_best(run_folder)))
+    folder = output or run_folder / "export" / target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in exported.files.items():
+            (folder / name).write_text(text)
+            click.echo(f"wrote {folder / name}")
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}", "give a folder you can write to by --output") from error
+    click.echo(f"carried: {', '.join(exported.carried)}")
+    for knob, need in exported.lost.items():
+        click.echo(f"not carried: {knob}: {need}")
+    for note in exported.notes:
+        click.echo(f"note: {note}")
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def main() -> NoReturn:
+    """Runs the command line; errors meant for people are printed as such, with their exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        cli(standalone_mode=False)
+    except AutotuneError as error:
+        click.echo(f"autotune: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("autotune: interrupted; the history and best.yaml hold all that was measured", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Hands the best settings over in a trainer's own format: one module a trainer."""
+
+from __future__ import annotations
+
+from autotune.errors import UserError, nearest
+from autotune.export import accelerate, plain
+from autotune.export.base import Best, Exported, Exporter
+
+__all__ = ["EXPORTERS", "Best", "Exported", "Exporter", "export"]
+
+EXPORTERS: dict[str, Exporter] = {"plain": plain.export, "accelerate": accelerate.export}
+
+
+def export(to: str, best: Best) -> Exported:
+    """`best` as files for the trainer called `to`.
+
+    Raises:
+        UserError: no such trainer, or settings of an engine that the exporters do not know.
+    """
+    if to not in EXPORTERS:
+        raise UserError(f"export to {to!r}: no such trainer", nearest(to, EXPORTERS))
+    if best.knobs.engine != "fsdp2":
+        raise UserError(
+            f"export to {to}: the settings are for the engine {best.knobs.engine!r}",
+            "only settings measured with fsdp2 can be exported",
+        )
+    return EXPORTERS[to](best)

@@ -1,0 +1,157 @@
+"""The trial history: Parquet, one row and one file an attempt, under one explicit schema.
+
+It is the one truth of a study. A file appears whole or not at all: written under a temporary name that starts with
+a dot (which readers skip), synced, renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA_VERSION = 1
+
+_KNOBS = pa.struct(
+    [
+        ("engine", pa.string()),
+        ("micro_batch_size", pa.int32()),
+        ("grad_accum_steps", pa.int32()),
+        ("sync_each_micro_batch", pa.bool_()),
+        ("reshard_after_forward", pa.bool_()),
+        ("bucket_cap_mb", pa.float64()),
+        ("blocks_per_unit", pa.int32()),
+        ("activation_checkpointing", pa.string()),
+        ("num_workers", pa.int32()),
+        ("prefetch_factor", pa.int32()),
+    ]
+)
+_SECONDS = pa.list_(pa.float64())
+_TIME = pa.timestamp("us", tz="UTC")
+
+SCHEMA = pa.schema(
+    [
+        ("study_id", pa.string()),
+        ("trial", pa.int32()),
+        ("attempt", pa.int32()),
+        ("stage", pa.string()),  # baseline, explore, finalist, round
+        ("round", pa.int32()),  # number of the interleaved round; null outside of rounds
+        ("spec_digest", pa.string()),  # equal where the same thing was measured
+        ("started_at", _TIME),
+        ("ended_at", _TIME),
+        ("knobs", _KNOBS),  # asked
+        ("applied", _KNOBS),  # read back from the live objects; null if the trial did not get that far
+        ("outcome", pa.string()),
+        ("reason", pa.string()),
+        ("failed_rank", pa.int32()),
+        ("log_path", pa.string()),  # relative to the run's folder
+        ("tokens_per_s_per_rank", pa.float64()),
+        ("tokens_per_s_per_rank_low", pa.float64()),  # 95 % interval over the blocks of this run
+        ("tokens_per_s_per_rank_high", pa.float64()),
+        ("step_time_s", pa.float64()),  # one optimizer step: all timed seconds / all timed steps
+        ("predicted_step_time_s", pa.float64()),
+        ("block_times_s", _SECONDS),  # seconds a step of each timed block, slowest rank
+        ("rank_step_times_s", pa.list_(_SECONDS)),  # each timed step, a list a rank
+        ("num_steps", pa.int32()),  # timed optimizer steps
+        ("drift", pa.float64()),  # second half of the blocks / first half - 1
+        ("data_wait_s", pa.float64()),  # waited for batches in the timed blocks, worst rank
+        ("mfu", pa.float64()),  # fractions; null when the peak is not known
+        ("mfu_causal", pa.float64()),
+        ("hfu", pa.float64()),
+        ("model_tflops_per_s_per_rank", pa.float64()),
+        ("flops_per_token", pa.float64()),
+        ("hardware_flops_per_token", pa.float64()),
+        ("flops_convention", pa.string()),
+        ("peak_tflops_per_s", pa.float64()),
+        ("peak_dtype", pa.string()),
+        ("peak_source", pa.string()),
+        ("predicted_gib", pa.float64()),
+        ("allocated_gib", pa.float64()),  # peak of live tensors, worst rank
+        (
+            "reserved_gib",
+            pa.float64(),
+        ),  # CUDA: peak reserved; CPU: growth of the data segment, what the limit sees
+        ("limit_gib", pa.float64()),
+        ("alloc_retries", pa.int32()),
+        ("frac_compute", pa.float64()),
+        ("frac_exposed_comm", pa.float64()),
+        ("frac_exposed_copy", pa.float64()),
+        ("frac_data_wait", pa.float64()),
+        ("frac_optimizer", pa.float64()),
+        ("frac_idle", pa.float64()),
+        (
+            "losses",
+            pa.list_(pa.float64()),
+        ),  # mean over ranks of each optimizer step, from the first update on
+        ("phase_s", pa.map_(pa.string(), pa.float64())),  # where the trial's own time went, slowest rank
+        ("detected_s", pa.float64()),  # from the start of the ranks to the first sign of failure
+        ("world_size", pa.int32()),
+        ("hosts", pa.list_(pa.string())),  # one entry a rank
+        ("device_name", pa.string()),
+        ("torch_version", pa.string()),
+        ("driver_version", pa.string()),
+        ("nccl_version", pa.string()),
+        ("workload_digest", pa.string()),
+        ("simulated", pa.bool_()),
+    ],
+    metadata={"schema_version": str(SCHEMA_VERSION), "product": "fsdp-autotune"},
+)
+
+
+class History:
+    """The `history/` folder of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def append(self, row: dict[str, Any]) -> Path:
+        """Writes one attempt; fields not given are null.
+
+        Raises:
+            ValueError: a field that the schema has not.
+        """
+        unknown = set(row) - set(SCHEMA.names)
+        if unknown:
+            raise ValueError(f"no such fields in the history's schema: {sorted(unknown)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"trial-{row['trial']:04d}-attempt-{row['attempt']}.parquet"
+        aside, path = self.folder / f".{name}", self.folder / name
+        table = pa.Table.from_pylist([row], schema=SCHEMA)
+        with aside.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+        return path
+
+    def rows(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """All attempts in order, and a line on each file that is not one (torn, foreign, of another version)."""
+        rows: list[dict[str, Any]] = []
+        skipped: list[str] = []
+        for path in self._files():
+            try:
+                table = pq.read_table(path, partitioning=None)
+            except (pa.ArrowException, OSError) as error:
+                skipped.append(f"{path.name}: unreadable: {str(error).splitlines()[0]}")
+                continue
+            problem = _not_ours(table.schema)
+            if problem:
+                skipped.append(f"{path.name}: {problem}")
+            else:
+                rows.extend(table.to_pylist(maps_as_pydicts="strict"))
+        return sorted(rows, key=lambda row: (row["trial"], row["attempt"])), skipped
+
+    def _files(self) -> Iterable[Path]:
+        return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+
+def _not_ours(schema: pa.Schema) -> str:
+    metadata = schema.metadata or {}
+    if metadata.get(b"product") != b"fsdp-autotune":
+        return "not written by fsdp-autotune"
+    version = metadata.get(b"schema_version", b"").decode()
+    return "" if version == str(SCHEMA_VERSION) else f"schema version {version}; this program reads {SCHEMA_VERSION}"

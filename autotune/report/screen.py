@@ -1,0 +1,162 @@
+"""The screen while a run goes on: a live table on a terminal, one line a trial elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.report.text import differences, duration, gib, mfu_label, percent, rate
+from autotune.rows import Attempt
+from trials.outcome import Outcome
+from trials.record import Knobs, TrialSpec
+
+SHOWN_ROWS = 24
+
+
+class Screen(Protocol):
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def baseline_known(self, knobs: Knobs, num_configs: int) -> None: ...
+
+    def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None: ...
+
+    def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None: ...
+
+
+def make_screen(console: Console) -> Screen:
+    return LiveScreen(console) if console.is_terminal else LineScreen(console)
+
+
+class _Base:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.baseline: dict[str, Any] = {}
+
+    def message(self, text: str) -> None:
+        self.console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def baseline_known(self, knobs: Knobs, num_configs: int) -> None:
+        self.baseline = knobs.to_dict()
+        self.message(f"  space: {num_configs:,} distinct configs")
+
+    def settings(self, knobs: Knobs, stage: str) -> str:
+        if stage == "baseline":
+            return (
+                f"micro {knobs.micro_batch_size}, accum {knobs.grad_accum_steps}, ckpt {knobs.activation_checkpointing}"
+            )
+        return differences(knobs.to_dict(), self.baseline)
+
+
+class LineScreen(_Base):
+    """One plain line a trial: for logs and pipes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None:
+        self._remaining_s = remaining_s
+
+    def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
+        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.spec.stage))
+        left = f"{duration(self._remaining_s)} left" if self._remaining_s is not None else ""
+        self.message(
+            f"{cells['trial']:>4}  {cells['stage']:<8}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
+            f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8}  best {cells['best']:>7}  "
+            f"{cells['settings']}  [{left}]"
+        )
+
+
+class LiveScreen(_Base):
+    """A table that grows, with the present trial and the time left under it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._rows: list[dict[str, str]] = []
+        self._now: tuple[TrialSpec, float, float | None] | None = None
+        self._label = "MFU"
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._now = None
+        self._live.stop()
+
+    def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None:
+        self._now = (spec, time.monotonic(), remaining_s)
+
+    def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
+        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.spec.stage))
+        self._label = cells["mfu_label"]
+        self._rows.append(cells)
+
+    def _render(self) -> Group:
+        table = Table(box=None, padding=(0, 1), header_style="bold")
+        for name, justify in (
+            ("trial", "right"),
+            ("stage", "left"),
+            ("outcome", "left"),
+            ("tokens/s per rank", "right"),
+            (self._label, "right"),
+            ("memory", "right"),
+            ("best", "right"),
+            ("differs from baseline", "left"),
+        ):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for cells in self._rows[-SHOWN_ROWS:]:
+            ok = cells["outcome"] == Outcome.OK.value
+            style = "green" if cells["is_best"] else "" if ok else "yellow"
+            keys = ("trial", "stage", "outcome", "rate", "mfu", "memory", "best", "settings")
+            table.add_row(*(Text(cells[key]) for key in keys), style=style)
+        return Group(table, self._status())
+
+    def _status(self) -> Text:
+        if self._now is None:
+            return Text("")
+        spec, since, remaining_s = self._now
+        elapsed_s = time.monotonic() - since
+        what = "the survey of model and machine"
+        if spec.knobs is not None:
+            what = f"trial {spec.trial} ({spec.stage}): {self.settings(spec.knobs, spec.stage)}"
+        left = "" if remaining_s is None else f"; about {duration(max(0.0, remaining_s - elapsed_s))} left"
+        return Text(f"running {what}, {elapsed_s:.0f} s{left}", style="dim")
+
+
+def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, str]:
+    outcome = attempt.outcome.value
+    if attempt.outcome is Outcome.OK and not attempt.is_feasible:
+        outcome = "over headroom"
+    return {
+        "trial": str(attempt.spec.trial),
+        "stage": attempt.spec.stage,
+        "outcome": outcome,
+        "rate": rate(attempt.tokens_per_s_per_rank),
+        "mfu": percent(attempt.mfu),
+        "mfu_label": mfu_label(attempt.row.get("peak_source")),
+        "memory": gib(attempt.memory_gib),
+        "best": rate(best.tokens_per_s_per_rank if best else None),
+        "settings": settings,
+        "is_best": "yes" if best is not None and best.spec.trial == attempt.spec.trial else "",
+    }

@@ -1,0 +1,99 @@
+"""Tables printed once: the result of a run, and a run or a trial looked at later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.report.text import SHORT_NAMES, differences, gib, mfu_label, percent, rate, value
+
+
+def print_best(console: Console, best: dict[str, Any]) -> None:
+    """The content of best.yaml: baseline beside best, and the settings to copy."""
+    baseline, evidence = best["baseline"], best["evidence"]
+    state = "" if best["complete"] else " (the run has not ended)"
+    table = Table(title=f"Result{state}", title_justify="left", title_style="bold")
+    for name in ("", "baseline", "best"):
+        table.add_column(name, justify="left" if not name else "right")
+    for label, left, right in _figures(baseline, evidence):
+        table.add_row(label, left, right)
+    gain = best["gain"]
+    if gain:
+        low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
+        table.add_row("gain, 95 % interval", "", f"{100 * (gain['ratio'] - 1):+.1f} % ({low} to {high})")
+    table.add_section()
+    for name in SHORT_NAMES:
+        ours, theirs = value(best["settings"][name]), value(baseline["settings"][name])
+        table.add_row(name, theirs, Text(ours, style="bold" if ours != theirs else ""))
+    console.print(table)
+    console.print(Text(f"Verdict: {best['verdict']}", style="bold"), soft_wrap=True)
+
+
+def _figures(baseline: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, str, str]]:
+    label = mfu_label(best["peak_source"])
+    return [
+        ("tokens/s per rank", rate(baseline["tokens_per_s_per_rank"]), rate(best["tokens_per_s_per_rank"])),
+        (label, percent(baseline["mfu"]), percent(best["mfu"])),
+        ("HFU", percent(baseline["hfu"]), percent(best["hfu"])),
+        ("peak live tensors per rank", gib(baseline["allocated_gib"]), gib(best["allocated_gib"])),
+        ("peak reserved per rank", gib(baseline["reserved_gib"]), gib(best["reserved_gib"])),
+        ("memory limit per rank", gib(baseline["limit_gib"]), gib(best["limit_gib"])),
+    ]
+
+
+def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
+    """All attempts, a line each."""
+    baseline: dict[str, Any] = next((row["knobs"] for row in rows if row["stage"] == "baseline"), {})
+    source = next((row["peak_source"] for row in rows if row["peak_source"]), None)
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name, justify in (
+        ("trial", "right"),
+        ("stage", "left"),
+        ("outcome", "left"),
+        ("tokens/s per rank", "right"),
+        (mfu_label(source), "right"),
+        ("HFU", "right"),
+        ("live", "right"),
+        ("reserved", "right"),
+        ("differs from baseline", "left"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(
+            str(row["trial"]) + (f".{row['attempt']}" if row["attempt"] else ""),
+            row["stage"],
+            Text(row["outcome"]),
+            rate(row["tokens_per_s_per_rank"]),
+            percent(row["mfu"]),
+            percent(row["hfu"]),
+            gib(row["allocated_gib"]),
+            gib(row["reserved_gib"]),
+            Text(differences(row["knobs"], baseline)),
+        )
+    console.print(table)
+
+
+def print_trial(console: Console, row: dict[str, Any]) -> None:
+    """Every field of one attempt."""
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, content in row.items():
+        if isinstance(content, dict):
+            shown = ", ".join(f"{k} {_number(v)}" for k, v in content.items())
+        elif isinstance(content, list) and content and isinstance(content[0], list):
+            shown = f"{len(content)} ranks x {len(content[0])}"
+        elif isinstance(content, list):
+            shown = ", ".join(_number(v) for v in content)
+        else:
+            shown = _number(content)
+        table.add_row(name, escape(shown))
+    console.print(table)
+
+
+def _number(content: Any) -> str:
+    return f"{content:.6g}" if isinstance(content, float) else value(content)

@@ -1,0 +1,249 @@
+"""What the ranks of one attempt report -> its figures, its row in the history, and what the search is told."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from autotune.cluster.gang import GangResult
+from autotune.hardware import Peak
+from autotune.job import Job
+from autotune.search.study import Told
+from trials.conventions import tflops_per_s, utilisation
+from trials.outcome import OUT_OF_MEMORY, Outcome
+from trials.record import Knobs, RankReport, TrialSpec, digest
+from trials.timing import mean_step_s
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of the model, by the survey; its names are those of `trials.survey.survey_model`."""
+
+    num_params: int
+    num_matmul_params: int
+    flops_per_token: float
+    flops_per_token_causal: float | None
+    flops_convention: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a config must fit in, per rank."""
+
+    device: str
+    limit_gib: float | None
+    headroom: float
+
+    def over_limit(self, allocated_gib: float, reserved_gib: float) -> float:
+        """Used / usable memory minus 1, positive if it does not fit; -1 without a limit.
+
+        CUDA judges live bytes (reserved memory is partly a cache). On CPU the limit sees the data segment.
+        """
+        if self.limit_gib is None:
+            return -1.0
+        used = reserved_gib if self.device == "cpu" else allocated_gib
+        return used / (self.limit_gib * (1 - self.headroom)) - 1
+
+    @property
+    def least_oom_over_limit(self) -> float:
+        """What is known of a config that ran out of memory: it wanted more than all of the limit."""
+        return 1 / (1 - self.headroom) - 1 or 1e-6
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all attempts of a study share."""
+
+    study_id: str
+    job: Job
+    model: ModelFacts
+    peak: Peak
+    limits: Limits
+    space_hash: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt, measured and judged."""
+
+    spec: TrialSpec
+    knobs: Knobs
+    outcome: Outcome
+    reason: str
+    told: Told
+    tokens_per_s_per_rank: float | None
+    mfu: float | None
+    hfu: float | None
+    memory_gib: float | None
+    """On the scale that the limit judges."""
+    row: dict[str, Any]
+
+    @property
+    def is_feasible(self) -> bool:
+        return self.outcome is Outcome.OK and self.told.memory_over_limit <= 0
+
+
+def judge(spec: TrialSpec, result: GangResult, study: Study, log_path: str, round_number: int | None = None) -> Attempt:
+    """An attempt from all its ranks' reports: slowest rank for time, worst rank for memory."""
+    knobs = spec.knobs
+    assert knobs is not None
+    model, peak, limits = study.model, study.peak, study.limits
+    row = _identity(spec, result, study.study_id, log_path, round_number) | {
+        "limit_gib": limits.limit_gib,
+        "peak_tflops_per_s": peak.tflops_per_s,
+        "peak_dtype": peak.dtype,
+        "peak_source": peak.source,
+        "flops_per_token": model.flops_per_token,
+        "flops_convention": model.flops_convention,
+    }
+    row |= _environment(list(result.reports.values()))
+    if result.outcome is not Outcome.OK:
+        over = limits.least_oom_over_limit if result.outcome in OUT_OF_MEMORY else 0.0
+        told = Told(result.outcome, None, over)
+        return Attempt(spec, knobs, result.outcome, result.reason, told, None, None, None, None, row)
+    speed = _speed(spec, knobs, result.reports, model, peak)
+    memory = _memory(result.reports)
+    row |= speed | memory
+    over = limits.over_limit(memory["allocated_gib"], memory["reserved_gib"])
+    if memory["alloc_retries"] and over <= 0:
+        over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
+    told = Told(Outcome.OK, speed["tokens_per_s_per_rank"], over)
+    used = memory["reserved_gib"] if limits.device == "cpu" else memory["allocated_gib"]
+    return Attempt(
+        spec,
+        knobs,
+        Outcome.OK,
+        "",
+        told,
+        speed["tokens_per_s_per_rank"],
+        speed["mfu"],
+        speed["hfu"],
+        used,
+        row,
+    )
+
+
+def _identity(
+    spec: TrialSpec, result: GangResult, study_id: str, log_path: str, round_number: int | None
+) -> dict[str, Any]:
+    assert spec.knobs is not None
+    applied = next((report.applied for report in result.reports.values() if report.applied), None)
+    return {
+        "study_id": study_id,
+        "trial": spec.trial,
+        "attempt": spec.attempt,
+        "stage": spec.stage,
+        "round": round_number,
+        "spec_digest": spec.digest(),
+        "started_at": datetime.fromtimestamp(result.started_at, UTC),
+        "ended_at": datetime.fromtimestamp(result.ended_at, UTC),
+        "knobs": spec.knobs.to_dict(),
+        "applied": _storable(applied),
+        "outcome": result.outcome.value,
+        "reason": result.reason,
+        "failed_rank": result.failed_rank,
+        "log_path": log_path,
+        "detected_s": result.detected_s,
+        "world_size": spec.world_size,
+        "hosts": result.hosts,
+        "workload_digest": workload_digest(spec),
+        "simulated": False,
+    }
+
+
+def _storable(applied: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Only what has the knob's type: a misapplied knob may read back as `mixed`, which its reason says."""
+    if applied is None:
+        return None
+    texts = ("engine", "activation_checkpointing")
+    return {k: v for k, v in applied.items() if v is None or k in texts or isinstance(v, bool | int | float)}
+
+
+def workload_digest(spec: TrialSpec) -> str:
+    """Names model, data, batch and precision: what must be equal for two throughputs to be comparable."""
+    return digest(
+        [
+            spec.workload,
+            spec.model,
+            spec.seq_len,
+            spec.data,
+            spec.global_batch_size,
+            spec.precision,
+            spec.reduce_dtype,
+            spec.optimizer,
+        ]
+    )
+
+
+def _environment(reports: list[RankReport]) -> dict[str, Any]:
+    if not reports:
+        return {}
+    first = reports[0]
+    phases = {phase for report in reports for phase in report.phase_s}
+    return {
+        "device_name": first.device_name,
+        "torch_version": first.torch_version,
+        "driver_version": first.driver_version,
+        "nccl_version": first.nccl_version,
+        "phase_s": {phase: max(report.phase_s.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
+    }
+
+
+def _speed(
+    spec: TrialSpec, knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak: Peak
+) -> dict[str, Any]:
+    first = reports[0]
+    tokens_per_step = first.micro_batch_tokens * knobs.grad_accum_steps
+    step_s = mean_step_s(first.block_times_s, first.block_steps)
+    half_s = _half_width_s(first.block_times_s)
+    rate = tokens_per_step / step_s
+    hardware = first.hardware_flops_per_token
+    return {
+        "tokens_per_s_per_rank": rate,
+        "tokens_per_s_per_rank_low": tokens_per_step / (step_s + half_s) if half_s is not None else None,
+        "tokens_per_s_per_rank_high": tokens_per_step / (step_s - half_s) if half_s and half_s < step_s else None,
+        "step_time_s": step_s,
+        "block_times_s": first.block_times_s,
+        "rank_step_times_s": [reports[rank].own_step_times_s for rank in sorted(reports)],
+        "num_steps": first.num_steps,
+        "drift": first.drift,
+        "data_wait_s": max(report.data_wait_s for report in reports.values()),
+        "losses": first.losses,
+        "hardware_flops_per_token": hardware,
+        "model_tflops_per_s_per_rank": tflops_per_s(rate, model.flops_per_token),
+        "mfu": _utilisation(rate, model.flops_per_token, peak),
+        "mfu_causal": _utilisation(rate, model.flops_per_token_causal, peak),
+        "hfu": _utilisation(rate, hardware, peak),
+    }
+
+
+def _half_width_s(block_times_s: list[float]) -> float | None:
+    """Of the 95 % interval of the mean step time over the blocks of one run; None below three blocks."""
+    if len(block_times_s) < 3:
+        return None
+    from scipy import stats
+
+    quantile = float(stats.t.ppf(0.975, len(block_times_s) - 1))
+    return quantile * statistics.stdev(block_times_s) / math.sqrt(len(block_times_s))
+
+
+def _utilisation(tokens_per_s: float, flops_per_token: float | None, peak: Peak) -> float | None:
+    """A fraction; None without a peak, or where it exceeds 1: then the peak is wrong, and tokens/s still competes."""
+    if flops_per_token is None or peak.tflops_per_s is None:
+        return None
+    fraction = utilisation(tokens_per_s, flops_per_token, peak.tflops_per_s)
+    return fraction if fraction <= 1 else None
+
+
+def _memory(reports: dict[int, RankReport]) -> dict[str, Any]:
+    return {
+        "allocated_gib": max(report.allocated_bytes for report in reports.values()) / GIB,
+        "reserved_gib": max(report.reserved_bytes for report in reports.values()) / GIB,
+        "alloc_retries": max(report.alloc_retries for report in reports.values()),
+    }

@@ -1,0 +1,61 @@
+"""Whether the best config really beats the baseline: paired, interleaved repeats, on log ratios.
+
+The unit of replication is the run, not the step: steps inside a run are correlated, and whole runs of one config
+differ by more than their steps do. Each round runs both configs one right after the other, so that what drifts
+between rounds cancels in the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Verdict:
+    ratio: float
+    """Throughput of the candidate over the baseline's: exp of the mean log ratio."""
+    low: float
+    high: float
+    """95 % interval of the ratio (Student's t over rounds)."""
+    num_rounds: int
+
+    @property
+    def is_win(self) -> bool:
+        """Whether the whole interval lies above no gain."""
+        return self.low > 1.0
+
+    def sentence(self) -> str:
+        gain, low, high = (f"{100 * (value - 1):+.1f} %" for value in (self.ratio, self.low, self.high))
+        interval = f"95 % interval {low} to {high}, {self.num_rounds} paired rounds"
+        if self.is_win:
+            return f"{gain} tokens/s over the baseline ({interval})"
+        return f"no win beyond noise: keep your baseline ({gain}; {interval})"
+
+
+def compare(candidate: Sequence[float], baseline: Sequence[float]) -> Verdict:
+    """The verdict from paired throughputs, round by round.
+
+    Raises:
+        ValueError: fewer than two rounds, sequences of unequal length, or a throughput that is not positive.
+    """
+    if len(candidate) != len(baseline):
+        raise ValueError(f"{len(candidate)} runs of the candidate against {len(baseline)} of the baseline")
+    if len(candidate) < 2:
+        raise ValueError("an interval needs at least two rounds")
+    if min(*candidate, *baseline) <= 0:
+        raise ValueError("throughputs must be positive")
+    logs = [math.log(a / b) for a, b in zip(candidate, baseline, strict=True)]
+    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    return Verdict(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def _t_quantile(degrees_of_freedom: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, degrees_of_freedom))

@@ -1,0 +1,182 @@
+"""The accelerate export, read by accelerate's own launcher and plugin: what arrives, not what parses."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.export import Best, export
+from autotune.export.accelerate import FILE_NAME, VERSION
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
+from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
+
+
+def write(best: Best, folder: Path) -> Path:
+    path = folder / FILE_NAME
+    path.write_text(export("accelerate", best).files[FILE_NAME], encoding="utf-8")
+    return path
+
+
+def launch(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[Namespace, dict[str, str]]:
+    """What `accelerate launch` resolves for `path`; the variables of its ranks hold until the test ends."""
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            monkeypatch.delenv(name)
+    # Port 0: any free one, so that no other job on this machine matters.
+    arguments = ["--config_file", str(path), "--main_process_port", "0", *options, "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    environment: dict[str, str] = prepare_multi_gpu_env(args)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return args, environment
+
+
+def test_this_is_the_version_whose_meaning_was_checked() -> None:
+    assert accelerate.__version__.startswith(f"{VERSION}.")
+
+
+def test_every_key_is_one_the_launcher_knows(best: Best, tmp_path: Path) -> None:
+    config = load_config_from_file(str(write(best, tmp_path)))
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert config.fsdp_config and set(config.fsdp_config) <= known
+    assert config.num_processes == 16
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_settings_arrive_in_the_plugin(
+    reshard: bool,
+    checkpointing: str,
+    precision: str,
+    best: Best,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    knobs = replace(best.knobs, reshard_after_forward=reshard, activation_checkpointing=checkpointing)
+    exported_best = replace(best, knobs=knobs, precision=precision)
+    exported = export("accelerate", exported_best)
+    args, environment = launch(write(exported_best, tmp_path), monkeypatch)
+    plugin = FullyShardedDataParallelPlugin()
+
+    assert {"engine", "reshard_after_forward", "activation_checkpointing"} <= set(exported.carried)
+    assert args.use_fsdp and environment["ACCELERATE_USE_FSDP"] == "true"
+    assert args.nproc_per_node == "16"
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is reshard
+    assert plugin.activation_checkpointing is (checkpointing == "full")
+    assert environment["ACCELERATE_MIXED_PRECISION"] == ("bf16" if precision == "bf16" else "no")
+
+
+def test_bf16_reduces_in_bf16_as_the_note_says(best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, environment = launch(write(best, tmp_path), monkeypatch)
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.set_mixed_precision(environment["ACCELERATE_MIXED_PRECISION"])
+    assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    assert any("reduces gradients in bf16" in note for note in export("accelerate", best).notes)
+    assert not any("bf16" in note for note in export("accelerate", replace(best, precision="fp32")).notes)
+
+
+def test_the_block_class_arrives_once_it_is_written(
+    best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(best, tmp_path)
+    text = path.read_text().replace("  # fsdp_transformer_layer", "  fsdp_transformer_layer")
+    path.write_text(text.replace("YourBlock", "Block,OtherBlock"))
+    launch(path, monkeypatch)
+    assert FullyShardedDataParallelPlugin().transformer_cls_names_to_wrap == ["Block", "OtherBlock"]
+
+
+def test_machines_come_from_the_command_line(best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--num_machines", "4", "--machine_rank", "1", "--main_process_ip", "host0")
+    args, _ = launch(write(best, tmp_path), monkeypatch, *options)
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("4", "4", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({}, set()),
+        ({"sync_each_micro_batch": True}, {"sync_each_micro_batch"}),
+        ({"sync_each_micro_batch": True, "grad_accum_steps": 1}, set()),
+        ({"blocks_per_unit": 2}, {"blocks_per_unit", "bucket_cap_mb"}),
+        ({"activation_checkpointing": "every_2"}, {"activation_checkpointing"}),
+        ({"activation_checkpointing": "selective_op"}, {"activation_checkpointing"}),
+    ],
+)
+def test_lost_is_what_the_script_sets_and_what_accelerate_cannot_do(
+    change: dict[str, Any], lost: set[str], best: Best
+) -> None:
+    exported = export("accelerate", replace(best, knobs=replace(best.knobs, **change)))
+    script = {"micro_batch_size", "grad_accum_steps", "num_workers", "prefetch_factor"}
+    assert set(exported.lost) == script | lost
+
+
+def test_lost_lines_hold_the_tuned_values(best: Best) -> None:
+    lost = export("accelerate", best).lost
+    assert "`DataLoader(..., batch_size=8)`" in lost["micro_batch_size"]
+    assert "`Accelerator(gradient_accumulation_steps=2)`" in lost["grad_accum_steps"]
+    assert "num_workers=2, persistent_workers=True" in lost["num_workers"]
+    assert "prefetch_factor=4" in lost["prefetch_factor"]
+
+
+def test_both_accumulation_knobs_are_one_call(best: Best) -> None:
+    knobs = replace(best.knobs, sync_each_micro_batch=True)
+    lost = export("accelerate", replace(best, knobs=knobs)).lost
+    call = "`Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True))`"
+    assert call in lost["grad_accum_steps"] and call in lost["sync_each_micro_batch"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "checkpointing"),
+    [
+        ("none", ""),
+        (
+            "full",
+            "; checkpoint first, by fsdp_activation_checkpointing: false and "
+            "`for i in range(len(layers)): layers[i] = checkpoint_wrapper(layers[i])`",
+        ),
+        ("every_2", "; checkpoint first"),
+    ],
+)
+def test_grouped_blocks_need_three_things(mode: str, checkpointing: str, best: Best) -> None:
+    knobs = replace(best.knobs, blocks_per_unit=3, bucket_cap_mb=7.5, activation_checkpointing=mode)
+    lost = export("accelerate", replace(best, knobs=knobs, precision="fp32")).lost
+    assert lost["blocks_per_unit"] == (
+        "`for i in range(0, len(layers), 3): "
+        "fully_shard(list(layers[i : i + 3]), reshard_after_forward=False)` "
+        "between Accelerator() and accelerator.prepare, and in this file fsdp_auto_wrap_policy: NO_WRAP and "
+        f"fsdp_cpu_ram_efficient_loading: false{checkpointing}."
+    )
+    assert "7.5 MiB" in lost["bucket_cap_mb"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ("every_2", "for i in range(0, len(layers), 2): layers[i] = checkpoint_wrapper(layers[i])"),
+        (
+            "selective_op",
+            "for i in range(len(layers)): layers[i] = checkpoint_wrapper(layers[i], context_fn=selective_contexts)",
+        ),
+    ],
+)
+def test_partial_checkpointing_is_off_in_the_file_and_a_line_in_the_script(
+    mode: str, line: str, best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = replace(best, knobs=replace(best.knobs, activation_checkpointing=mode))
+    assert f"`{line}`" in export("accelerate", best).lost["activation_checkpointing"]
+    launch(write(best, tmp_path), monkeypatch)
+    assert FullyShardedDataParallelPlugin().activation_checkpointing is False

@@ -1,0 +1,199 @@
+"""One rank of the conformance run: every config of ORDER in turn, with the steps that `trials.entry` takes.
+
+`python -P conformance_rank.py ORDER RESULT` under torchrun's environment; what the two JSON files hold is in
+`test_conformance.both_ranks` and `main`. The reference is the same model, unsharded, on the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trials import data, entry, wrap
+from trials.models import DecoderWorkload
+from trials.record import Knobs
+from trials.step import Stepper
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts what the process group is really asked for, whatever Python name FSDP calls it by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Reference:
+    weights: dict[str, Tensor]
+    """Before the first update."""
+    gradients: dict[str, Tensor]
+    """Of the first update."""
+    losses: list[float]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {_plain(name): full(parameter) for name, parameter in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        _plain(name): full(p.grad if p.grad is not None else torch.full_like(p, torch.nan))
+        for name, p in model.named_parameters()
+    }
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def reference(order: dict[str, Any], workload: DecoderWorkload, batch_size: int) -> Reference:
+    """No FSDP, checkpointing, loader or micro-batches: the first samples of the shuffled data, by index."""
+    model = workload.build_model()
+    wrap.initialise(model, workload, "cpu", order["seed"])
+    dataset = data.make_dataset({"source": order["source"]}, order["seq_len"], workload.vocab_size)
+    shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order["seed"])).tolist()
+    optimizer = entry.make_optimizer(model, order["optimizer"])
+    found = Reference(weights(model), {}, [])
+    for step in range(order["num_steps"]):
+        indices = shuffled[step * batch_size : (step + 1) * batch_size]
+        loss = workload.loss(model, torch.stack([dataset[index] for index in indices]))
+        loss.backward()
+        found.gradients = found.gradients or gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.losses.append(loss.item())
+    return found
+
+
+def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference in each tensor, over its largest value."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return {
+        name: ((found[name].double() - value.double()).abs().max() / value.double().abs().max()).item()
+        for name, value in expected.items()
+    }
+
+
+def equal_weights(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
+    """Names of the parameters that are not bit for bit as expected."""
+    found = weights(model)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def build(
+    order: dict[str, Any], config: dict[str, Any], workload: DecoderWorkload, mesh: DeviceMesh
+) -> tuple[nn.Module, list[str]]:
+    """As `trials.entry.Rank` builds it."""
+    knobs = Knobs.from_dict(config["knobs"])
+    with torch.device("meta"):
+        model = workload.build_model()
+    blocks = workload.blocks(model)
+    names = wrap.block_names(model, blocks)
+    sizes_mib = wrap.block_mib(blocks, config["precision"])
+    wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
+    wrap.shard(model, names, sizes_mib, knobs, mesh, config["precision"])
+    wrap.initialise(model, workload, "cpu", order["seed"])
+    return model, names
+
+
+def run_config(
+    order: dict[str, Any],
+    config: dict[str, Any],
+    workload: DecoderWorkload,
+    mesh: DeviceMesh,
+    expected: Reference,
+    loader: Any,
+    batches: Any,
+) -> dict[str, Any]:
+    knobs = Knobs.from_dict(config["knobs"])
+    model, names = build(order, config, workload, mesh)
+    different = equal_weights(model, expected.weights)
+    optimizer = entry.make_optimizer(model, order["optimizer"])
+    before_update: list[dict[str, Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: before_update.append(gradients(model)))
+    probe = model.get_submodule(names[0])
+    stepper = Stepper(model, optimizer, batches, workload.loss, knobs, "cpu", probe)
+    stepper.step()
+    errors = relative_errors(before_update[0], expected.gradients)
+    optimizer._optimizer_step_pre_hooks.clear()  # reading gradients is a collective too
+    with CountCollectives() as collectives:
+        stepper.step()
+    for _ in range(order["num_steps"] - 2):
+        stepper.step()
+    applied = {
+        **wrap.read_wrapping(model, names),
+        **stepper.observed(),
+        **entry.read_loader(loader, batches),
+    }
+
+    def mean(values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values / mesh.size()
+
+    return {
+        "different_weights": different,
+        "gradient_errors": errors,
+        "losses": stepper.mean_losses(mean),
+        "reference_losses": expected.losses,
+        "collectives": dict(collectives.counts),
+        "applied": applied,
+    }
+
+
+def main(order_path: str, result_path: str) -> None:
+    order = json.loads(Path(order_path).read_text())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    workloads = {name: DecoderWorkload(order["seq_len"], config=model) for name, model in order["models"].items()}
+    loaders = {}
+    for key, config in order["configs"].items():  # before any thread exists, as in trials.entry
+        dataset = data.make_dataset({"source": order["source"]}, order["seq_len"], 256)
+        knobs = Knobs.from_dict(config["knobs"])
+        loader = data.make_loader(dataset, knobs, rank, world_size, order["seed"], "cpu")
+        loaders[key] = (loader, iter(loader))
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world_size,))
+    references = {name: reference(order, workload, order["global_batch_size"]) for name, workload in workloads.items()}
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
+    one_rank, _ = build(
+        order,
+        next(iter(order["configs"].values())),
+        next(iter(workloads.values())),
+        DeviceMesh.from_group(alone, "cpu"),
+    )
+    result = {
+        "different_weights_on_one_rank": equal_weights(one_rank, next(iter(references.values())).weights),
+        "configs": {
+            key: run_config(order, config, workloads[config["model"]], mesh, references[config["model"]], *loaders[key])
+            for key, config in order["configs"].items()
+        },
+    }
+    Path(result_path).write_text(json.dumps(result))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,119 @@
+"""Workload factories that break something in the rank they run in, before it loads data or builds its model.
+
+A spec names one as `sabotage:decoder`, with this folder in `import_paths`; all else in the rank is real.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from trials import data, wrap
+from trials.models import DecoderWorkload
+from trials.step import Stepper
+
+
+def decoder(knob: str, only_rank: int | None = None, **model: Any) -> DecoderWorkload:
+    """The built-in decoder, on ranks where `knob` does not do what it should."""
+    if only_rank in (None, int(os.environ["RANK"])):
+        SABOTAGES[knob]()
+    return DecoderWorkload(**model)
+
+
+class HungryDecoder(DecoderWorkload):
+    """On one rank each forward also takes `extra_mib` of memory, in the real allocator."""
+
+    def __init__(self, rank: int, extra_mib: int, **model: Any) -> None:
+        super().__init__(**model)
+        self._extra = extra_mib * 2**20 // 4 if int(os.environ["RANK"]) == rank else 0
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return super().loss(model, tokens) + torch.zeros(self._extra).sum()
+
+
+def _half_micro_batches() -> None:
+    whole = data.MicroBatchSampler.__iter__
+    data.MicroBatchSampler.__iter__ = lambda self: (indices[::2] for indices in whole(self))
+
+
+def _one_micro_step_only() -> None:
+    step = Stepper.step
+    Stepper.step = lambda self, *_: step(self, 1)
+
+
+def _sync_is_never_held_back() -> None:
+    FSDPModule.set_requires_gradient_sync = lambda *_, **__: None
+
+
+def _sync_is_held_back() -> None:
+    sync = FSDPModule.set_requires_gradient_sync
+    last: list[FSDPModule] = []
+    FSDPModule.set_is_last_backward = lambda self, is_last: last.append(self) if is_last else sync(self, False)
+
+
+def _reshard_is_ignored() -> None:
+    _change_fully_shard(lambda kwargs: {**kwargs, "reshard_after_forward": not kwargs["reshard_after_forward"]})
+
+
+def _reshard_differs_between_units() -> None:
+    flips = iter([True] + [False] * 100)
+    _change_fully_shard(
+        lambda kwargs: {**kwargs, "reshard_after_forward": next(flips) != kwargs["reshard_after_forward"]}
+    )
+
+
+def _change_fully_shard(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    shard = wrap.fully_shard
+    wrap.fully_shard = lambda module, **kwargs: shard(
+        module, **(change(kwargs) if "reshard_after_forward" in kwargs else kwargs)
+    )
+
+
+def _one_block_a_unit() -> None:
+    wrap.group_blocks = lambda sizes, _cap: [1] * len(sizes)
+
+
+def _no_checkpointing() -> None:
+    wrap.checkpoint_wrapper = lambda module, **_: module
+
+
+def _everything_is_recomputed() -> None:
+    wrapper = wrap.checkpoint_wrapper
+    wrap.checkpoint_wrapper = lambda module, **_: wrapper(module)
+
+
+def _checkpointing_misses_a_block() -> None:
+    wrapper, calls = wrap.checkpoint_wrapper, iter(range(100))
+    wrap.checkpoint_wrapper = lambda module, **kwargs: module if next(calls) == 1 else wrapper(module, **kwargs)
+
+
+def _change_loader(**changes: Any) -> None:
+    data.DataLoader = lambda *args, **kwargs: DataLoader(*args, **{**kwargs, **changes})
+
+
+def _no_fsdp() -> None:
+    wrap.fully_shard = lambda module, **_: module
+
+
+SABOTAGES: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "micro_batch_size": _half_micro_batches,
+    "grad_accum_steps": _one_micro_step_only,
+    "sync_never_held_back": _sync_is_never_held_back,
+    "sync_held_back": _sync_is_held_back,
+    "reshard_ignored": _reshard_is_ignored,
+    "reshard_mixed": _reshard_differs_between_units,
+    "grouping": _one_block_a_unit,
+    "no_checkpointing": _no_checkpointing,
+    "no_selective": _everything_is_recomputed,
+    "block_missed": _checkpointing_misses_a_block,
+    "num_workers": lambda: _change_loader(num_workers=1),
+    "prefetch_factor": lambda: _change_loader(prefetch_factor=3),
+    "engine": _no_fsdp,
+}

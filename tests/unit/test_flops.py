@@ -1,0 +1,135 @@
+"""FLOP formulas against published runs, and against torch's own count of the built-in decoder."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token, tflops_per_s, utilisation
+from trials.flops import counted_flops_per_token, matmul_params, model_flops
+from trials.models import Decoder, DecoderWorkload
+
+VECTORS = Path(__file__).parents[1] / "data" / "mfu_vectors.csv"
+"""Published runs; each row names its source and the convention that its authors used."""
+SEQ_LEN = 64
+CONFIG: dict[str, int | bool | float] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_size": 88,
+}
+
+
+def published() -> list[dict[str, str]]:
+    with VECTORS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def decoder(**changes: int | bool) -> DecoderWorkload:
+    return DecoderWorkload(seq_len=SEQ_LEN, config={**CONFIG, **changes})
+
+
+def on_meta(workload: DecoderWorkload) -> Decoder:
+    with torch.device("meta"):
+        return workload.build_model()
+
+
+def counted(activation_checkpointing: str) -> float:
+    return counted_flops_per_token(decoder(), SEQ_LEN, activation_checkpointing)
+
+
+@pytest.mark.parametrize("row", published(), ids=lambda row: row["id"])
+def test_published_figure_is_reproduced_by_its_convention(row: dict[str, str]) -> None:
+    each_token = flops_per_token(
+        float(row["N_used"]),
+        int(row["n_layers"]),
+        int(row["d_attn"]),
+        int(row["seq_len"]),
+        convention=row["formula"],
+    )
+    tokens_per_s = float(row["tokens_per_s_per_gpu"])  # MaxText's rows: per step, and TFLOP per step
+    if row["metric"] == "model_tflops":
+        found = tflops_per_s(tokens_per_s, each_token)
+    else:
+        assert row["metric"] in ("mfu_pct", "hfu_pct")
+        found = 100 * utilisation(tokens_per_s, each_token, float(row["peak_tflops"]))
+    assert found == pytest.approx(float(row["expected"]), rel=float(row["rel_tol_pct"]) / 100)
+
+
+def test_published_rows_cover_every_convention_and_metric() -> None:
+    rows = published()
+    assert len(rows) == 35
+    assert all(row["source_url"].startswith("https://") for row in rows)
+    assert {row["formula"] for row in rows} == {"6N+12Lds", "6N+6Lds", "8N+16Lds"}
+    assert {row["metric"] for row in rows} == {"mfu_pct", "hfu_pct", "model_tflops"}
+
+
+def test_unknown_convention_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"6N\+12Lds.*8N\+16Lds"):
+        flops_per_token(1e9, 32, 4096, 2048, convention="6ND")
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_formula_equals_torchs_count_on_meta(tie_embeddings: bool, num_kv_heads: int) -> None:
+    workload = decoder(tie_embeddings=tie_embeddings, num_kv_heads=num_kv_heads)
+    useful = model_flops(workload, on_meta(workload), SEQ_LEN)
+    assert useful.convention == PALM_MATMUL.name
+    assert useful.per_token == counted_flops_per_token(workload, SEQ_LEN, "none")
+
+
+def test_tied_head_counts_as_much_as_an_untied_one() -> None:
+    tied, untied = on_meta(decoder(tie_embeddings=True)), on_meta(decoder())
+    assert matmul_params(tied) == matmul_params(untied)
+    assert sum(p.numel() for p in tied.parameters()) < sum(p.numel() for p in untied.parameters())
+
+
+def test_causal_count_is_the_formulas_with_half_the_attention() -> None:
+    workload = decoder()
+    model = on_meta(workload)
+    useful = model_flops(workload, model, SEQ_LEN)
+    layers, width = workload.config.num_layers, workload.config.hidden_size
+    assert useful.per_token_causal == flops_per_token(
+        matmul_params(model), layers, width, SEQ_LEN, convention="6N+6Lds"
+    )
+    assert useful.per_token_causal < useful.per_token
+
+
+def test_without_attention_shapes_flops_are_counted_and_named_so() -> None:
+    class ShapesUnknown(DecoderWorkload):
+        def attention_shapes(self) -> None:  # type: ignore[override]
+            return None
+
+    workload = ShapesUnknown(seq_len=SEQ_LEN, config=CONFIG)
+    useful = model_flops(workload, on_meta(workload), SEQ_LEN)
+    known = model_flops(decoder(), on_meta(decoder()), SEQ_LEN)
+    assert (useful.per_token, useful.per_token_causal) == (known.per_token, None)
+    assert useful.convention == COUNTED != known.convention
+
+
+def test_hfu_equals_mfu_without_checkpointing_and_exceeds_it_with() -> None:
+    workload = decoder()
+    useful = model_flops(workload, on_meta(workload), SEQ_LEN).per_token
+    mfu = utilisation(1000.0, useful, 1.0)
+    assert utilisation(1000.0, counted("none"), 1.0) == mfu
+    assert utilisation(1000.0, counted("full"), 1.0) > mfu
+
+
+def test_more_checkpointing_recomputes_more() -> None:
+    assert counted("full") > counted("every_2") > counted("none")
+
+
+def test_selective_op_recomputes_no_matmul() -> None:
+    assert counted("selective_op") == counted("none")
+
+
+def test_full_checkpointing_runs_less_than_the_rule_of_thumb_says() -> None:
+    workload = decoder()
+    layers, width = workload.config.num_layers, workload.config.hidden_size
+    rule_of_thumb = flops_per_token(matmul_params(on_meta(workload)), layers, width, SEQ_LEN, convention="8N+16Lds")
+    assert counted("none") < counted("full") < rule_of_thumb
