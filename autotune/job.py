@@ -266,10 +266,15 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     path, text = _find(name, "jobs", "job")
     where = str(path) if path else f"{name} (shipped)"
     values = _parse_mapping(text, where)
-    for override in overrides:
-        _apply_override(values, override)
     folder = path.parent.resolve() if path else Path.cwd()
+    # The space's name first: it becomes a mapping, whose knobs can then be overridden one by one.
+    names = [override for override in overrides if override.startswith("space=")]
+    for override in names:
+        _apply_override(values, override)
     _resolve_space(values, folder, where)
+    for override in overrides:
+        if override not in names:
+            _apply_override(values, override)
     _resolve_data(values, folder)
     return validate(Job, values, where)
 

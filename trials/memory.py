@@ -75,14 +75,15 @@ class CpuLimit:
             steps()
         finally:
             self._sampling.clear()
-        self._note()
+        self.note()
 
     def _sample(self) -> None:
         while self._sampling.wait():
-            self._note()
+            self.note()
             time.sleep(_SAMPLE_INTERVAL_S)
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Takes a sample of the data segment now."""
         self.peak_growth_bytes = max(self.peak_growth_bytes, data_segment_bytes() - self.base_bytes)
 
 

@@ -71,7 +71,7 @@ def test_yaml_reads_back_into_the_same_knobs(best: Best) -> None:
         text = export("plain", replace(best, knobs=knobs)).files[YAML_NAME]
         values = yaml.safe_load(text)
         assert Knobs.from_dict(values.pop("knobs")) == knobs
-        assert values == {"precision": "bf16", "world_size": 16, "seq_len": 2048}
+        assert values == {"precision": "bf16", "reduce_dtype": "fp32", "world_size": 16, "seq_len": 2048}
         for name in KNOB_NAMES:
             assert f"  # {MEANING[name]}\n  {name}: " in text
 

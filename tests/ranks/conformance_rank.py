@@ -114,7 +114,8 @@ def build(
     names = wrap.block_names(model, blocks)
     sizes_mib = wrap.block_mib(blocks, config["precision"])
     wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
-    wrap.shard(model, names, sizes_mib, knobs, mesh, config["precision"])
+    policy = wrap.mixed_precision(config["precision"], config["reduce_dtype"])
+    wrap.shard(model, names, sizes_mib, knobs, mesh, policy)
     wrap.initialise(model, workload, "cpu", order["seed"])
     return model, names
 

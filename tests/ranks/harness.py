@@ -47,7 +47,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_env(rank: int, world_size: int, port: int, num_threads: int = 1) -> dict[str, str]:
     """What torchrun sets, for ranks of one host."""
     return {
         "RANK": str(rank),
@@ -57,7 +57,7 @@ def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(num_threads),
     }
 
 
@@ -83,6 +83,7 @@ def make_spec(source: Path, knobs: Knobs, world_size: int = 2, **changes: Any) -
         "data": {"source": str(source), "tokenizer": "byte"},
         "global_batch_size": knobs.micro_batch_size * knobs.grad_accum_steps * world_size,
         "precision": "fp32",
+        "reduce_dtype": "fp32",
         "optimizer": OPTIMIZER,
         "world_size": world_size,
         "device": "cpu",
@@ -131,7 +132,7 @@ class RankServer:
         self._num_runs = 0
         self._launcher = ForkLauncher({"OMP_NUM_THREADS": "1"}, folder / "forkserver.log", WAIT_S)
 
-    def run(self, spec: TrialSpec) -> Gang:
+    def run(self, spec: TrialSpec, num_threads: int = 1) -> Gang:
         """One trial, from its first rank's start to its last rank's end; nothing of it is left running."""
         folder = self._folder / f"run{self._num_runs}"
         self._num_runs += 1
@@ -143,7 +144,7 @@ class RankServer:
         pids = [
             self._launcher.start(
                 {"spec": spec.to_json(), "report": str(reports[rank])},
-                rank_env(rank, spec.world_size, port),
+                rank_env(rank, spec.world_size, port, num_threads),
                 logs[rank],
             )
             for rank in ranks

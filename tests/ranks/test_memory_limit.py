@@ -29,9 +29,9 @@ def limited(source, gib, **changes):
     return make_spec(source, KNOBS, memory_limit_gib=gib, **{"model": {"preset": "tiny"}, "seq_len": 64, **changes})
 
 
-@pytest.mark.parametrize("limit_mib", [2, 16, 40])
-def test_a_config_larger_than_the_limit_fails_in_the_real_allocator(ranks, text_folder, limit_mib):
-    gang = ranks.run(limited(text_folder, limit_mib * MIB))
+@pytest.mark.parametrize(("limit_mib", "num_threads"), [(2, 1), (14, 1), (40, 1), (12, 2), (31, 2)])
+def test_a_config_larger_than_the_limit_fails_in_the_real_allocator(ranks, text_folder, limit_mib, num_threads):
+    gang = ranks.run(limited(text_folder, limit_mib * MIB), num_threads)
     assert gang.outcome is Outcome.OOM_DEVICE, str(gang)
     assert EXIT_OOM in gang.exit_codes
     for code, report in zip(gang.exit_codes, gang.reports, strict=True):

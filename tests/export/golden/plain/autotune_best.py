@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 # bf16 or fp32
 PRECISION = "bf16"
+# of the gradient reduction
+REDUCE_DTYPE = "fp32"
 # fsdp2: torch.distributed.fsdp.fully_shard
 ENGINE = "fsdp2"
 # sequences per rank and micro-step
@@ -81,7 +83,8 @@ def apply(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FS
     wrapped = checkpoint_blocks(model, blocks)
     policy = MixedPrecisionPolicy()
     if PRECISION == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        reduce_dtype = torch.bfloat16 if REDUCE_DTYPE == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     remaining = iter(wrapped)
     for size in units:
         unit = list(itertools.islice(remaining, size))

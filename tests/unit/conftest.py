@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.job import Job, validate
+from autotune.space import Facts, SearchSpace
+from trials.record import Knobs
+
+QUICK: dict[str, Any] = {
+    "model": {"preset": "tiny", "seq_len": 256},
+    "data": {"source": "python-stdlib"},
+    "batch": {"global_batch_size": 16, "target_world_size": 2},
+    "cluster": {"ranks_per_node": 2, "device": "cpu", "memory_limit_gib": 0.25},
+    "space": {
+        "micro_batch_size": "auto",
+        "sync_each_micro_batch": [True, False],
+        "reshard_after_forward": [True, False],
+        "bucket_cap_mb": "auto",
+        "activation_checkpointing": ["none", "selective_op", "every_2", "full"],
+        "num_workers": [0, 1],
+        "prefetch_factor": [2, 4],
+    },
+}
+
+
+def make_job(**sections: Any) -> Job:
+    """The quickstart's shape, with sections replaced."""
+    return validate(Job, QUICK | sections, "test.yaml")
+
+
+def make_space(num_blocks: int = 4, cpus_allowed: int = 2, block_mib: float = 2.8145, **sections: Any) -> SearchSpace:
+    return SearchSpace(make_job(**sections), Facts("cpu", num_blocks, (block_mib,) * num_blocks, cpus_allowed))
+
+
+@pytest.fixture
+def space() -> SearchSpace:
+    return make_space()
+
+
+@pytest.fixture
+def baseline(space: SearchSpace) -> Knobs:
+    return space.baseline

@@ -1,0 +1,130 @@
+"""The job file: what it accepts, and what it says about what it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autotune.errors import UserError
+from autotune.job import load_job, shipped
+from tests.unit.conftest import QUICK, make_job
+
+
+@pytest.mark.parametrize("name", sorted(shipped("jobs")))
+def test_every_shipped_job_loads(name: str) -> None:
+    assert load_job(name).batch.target_world_size > 0
+
+
+def test_the_resolved_job_loads_again_as_the_same_job(tmp_path: Path) -> None:
+    job = load_job("quickstart", ("budget.trials=3",))
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    assert load_job(str(tmp_path / "job.yaml")) == job
+    assert job.budget.trials == 3
+
+
+def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        yaml.safe_dump(QUICK | {"budget": {"trails": 3}, "measure": {"rel_ci": 2}, "model": {"preset": "tiny"}})
+    )
+    with pytest.raises(UserError) as caught:
+        load_job(str(path))
+    text = str(caught.value)
+    assert f"{path}: 3 problems" in text
+    assert "budget.trails: unknown key" in text
+    assert "did you mean trials?" in text
+    assert "measure.rel_ci = 2: should be less than 1" in text
+    assert "model.seq_len: missing" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("space.limit_all_gathers=[true]", "space.limit_all_gathers: FSDP2 has no such knob"),
+        ("space.grad_accum_steps=[2]", "accumulation is derived"),
+        ("space.activation_checkpointing=[some]", "activation_checkpointing = 'some'"),
+        ("space.micro_batch_size=[]", "give at least one candidate"),
+        ("space.num_workers=[1, 1]", "the same candidate twice"),
+        ("batch.target_world_size=3", "no multiple of batch.target_world_size = 3"),
+        ("batch.global_batch_tokens=4096", "give either global_batch_size (sequences) or global_batch_tokens"),
+        ("model.config={}", "give either preset or config"),
+        ("training.engines=[ddp]", "training.engines.0 = 'ddp'"),
+        ("cluster.ranks_per_node=0", "cluster.ranks_per_node = 0: should be greater than 0"),
+        ("cluster.ranks_per_node=two", "cluster.ranks_per_node = 'two'"),
+        ("measure.min_steps=99", "min_steps = 99 is more than max_steps = 10"),
+        ("training.reduce_dtype=bf16", "needs training.precision = bf16"),
+    ],
+)
+def test_a_bad_value_is_named(override: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=r"problem") as caught:
+        load_job("quickstart", (override,))
+    assert complaint in str(caught.value)
+
+
+def test_a_global_batch_in_tokens_that_is_no_whole_number_of_sequences_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="nearest: 4096 or 4352"):
+        make_job(batch={"global_batch_tokens": 4100, "target_world_size": 2})
+    assert make_job(batch={"global_batch_tokens": 4096, "target_world_size": 2}).global_batch_size == 16
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "", "just words", "a: [1\n"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=str(path)):
+        load_job(str(path))
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(UserError, match="UTF-8"):
+        load_job(str(path))
+
+
+@pytest.mark.parametrize(("name", "hint"), [("quickstrat", "quickstart"), ("missing.yaml", "known")])
+def test_a_name_that_is_neither_file_nor_shipped_offers_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        load_job(name)
+
+
+@pytest.mark.parametrize("override", ["budget.trials", "=3", "data.source.x=3", "budget.trials=[1"])
+def test_a_malformed_override_is_refused(override: str) -> None:
+    with pytest.raises(UserError, match=r"--set"):
+        load_job("quickstart", (override,))
+
+
+def test_a_space_named_by_override_can_have_its_knobs_overridden() -> None:
+    job = load_job("quickstart", ("space.num_workers=[0]", "space=default"))
+    assert job.space.num_workers == (0,)
+    assert job.space.prefetch_factor == (2, 4)
+
+
+def test_yaml_cannot_run_code(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: !!python/object/apply:os.system ['touch hacked']\n")
+    with pytest.raises(UserError, match="not YAML"):
+        load_job(str(path))
+
+
+def test_data_paths_are_relative_to_the_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(QUICK | {"data": {"source": "texts"}}))
+    assert load_job(str(path)).data.source == str(tmp_path / "texts")
+
+
+def test_a_space_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("num_workers: [0, 3]\n")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(QUICK | {"space": "mine.yaml"}))
+    assert load_job(str(path)).space.num_workers == (0, 3)
+
+
+def test_exporting_bf16_to_accelerate_reduces_as_accelerate_does() -> None:
+    job = make_job(training={"precision": "bf16"}, export_for="accelerate")
+    assert job.reduce_dtype == "bf16"
+    assert make_job(training={"precision": "bf16"}).reduce_dtype == "fp32"
+    with pytest.raises(UserError, match="leave it at auto"):
+        make_job(training={"precision": "bf16", "reduce_dtype": "fp32"}, export_for="accelerate")

@@ -1,0 +1,143 @@
+"""Ask and tell: nothing twice, nothing that surely does not fit, out of memory as a constraint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.search.feasible import dominating_oom, takes_no_less_memory
+from autotune.search.samplers import SAMPLERS, make_sampler
+from autotune.search.study import CONSTRAINT, Search, Told
+from autotune.space import SearchSpace
+from tests.unit.conftest import make_space
+from trials.outcome import Outcome
+from trials.record import Knobs
+
+ALL = list(make_space().configs())
+KNOBS = st.sampled_from(ALL)
+OOM = Told(Outcome.OOM_DEVICE, None, 0.05)
+
+
+def ok(rate: float, over: float = -0.2) -> Told:
+    return Told(Outcome.OK, rate, over)
+
+
+def needs(knobs: Knobs) -> float:
+    """A made-up memory that grows in every memory coordinate; the shape of a real one."""
+    kept = {"none": 1.0, "selective_op": 0.6, "every_2": 0.55, "full": 0.2}[knobs.activation_checkpointing]
+    held = knobs.grad_accum_steps > 1 and not knobs.sync_each_micro_batch
+    return knobs.micro_batch_size * kept + 0.2 * knobs.blocks_per_unit + held + (not knobs.reshard_after_forward)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_search_runs_nothing_twice_and_nothing_dominated(sampler: str, tmp_path: Path) -> None:
+    space = make_space()
+    search = Search(space, sampler, seed=1, log=tmp_path / "optuna.log")
+    asked: list[Knobs] = []
+    failed: list[Knobs] = []
+    for _ in range(60):
+        knobs = search.ask()
+        assert knobs is not None
+        assert knobs not in asked
+        assert dominating_oom(knobs, failed) is None
+        asked.append(knobs)
+        if needs(knobs) > 3:
+            failed.append(knobs)
+            search.tell(knobs, OOM)
+        else:
+            search.tell(knobs, ok(1000 / needs(knobs)))
+    assert failed, "the test's own limit must be met"
+
+
+def test_the_search_ends_when_the_space_is_used_up(tmp_path: Path) -> None:
+    space = make_space(space={"num_workers": [0, 1], "reshard_after_forward": [True, False]})
+    search = Search(space, "tpe", seed=0, log=tmp_path / "optuna.log")
+    for _ in range(sum(1 for _ in space.configs())):
+        knobs = search.ask()
+        assert knobs is not None
+        search.tell(knobs, ok(1.0))
+    assert search.ask() is None
+
+
+def test_optuna_is_told_the_states_that_samplers_read_rightly(tmp_path: Path) -> None:
+    search = Search(make_space(), "tpe", seed=0, log=tmp_path / "optuna.log")
+    told = [ok(10.0), OOM, Told(Outcome.CRASHED, None, 0.0), Told(Outcome.NODE_LOST, None, 0.0), ok(5.0, over=0.1)]
+    for answer in told:
+        knobs = search.ask()
+        assert knobs is not None
+        search.tell(knobs, answer)
+    trials = [t for t in search._study.trials if t.state.is_finished()]
+    states = [t.state.name for t in trials]
+    assert states == ["COMPLETE", "PRUNED", "FAIL", "FAIL", "COMPLETE"]
+    assert [t.constraints.get(CONSTRAINT) for t in trials] == [-0.2, 0.05, None, None, 0.1]
+    assert search._study.best_trial.value == 10.0, "a config over the limit cannot be best"
+
+
+def test_infrastructure_failures_teach_nothing_and_may_be_asked_again(tmp_path: Path) -> None:
+    space = make_space(space={"num_workers": [0, 1]})
+    search = Search(space, "random", seed=0, log=tmp_path / "optuna.log")
+    lost = search.ask()
+    assert lost is not None
+    search.tell(lost, Told(Outcome.NODE_LOST, None, 0.0))
+    later = {search.ask(), search.ask()}
+    assert lost in later
+
+
+def test_the_baseline_is_told_without_having_been_asked(tmp_path: Path) -> None:
+    space = make_space()
+    search = Search(space, "tpe", seed=0, log=tmp_path / "optuna.log")
+    search.tell(space.baseline, ok(7.0))
+    assert search._study.best_value == 7.0
+    assert all(search.ask() != space.baseline for _ in range(20))
+
+
+def test_a_baseline_outside_the_space_is_known_but_not_told(tmp_path: Path) -> None:
+    space = make_space(space={"micro_batch_size": [2, 4]})
+    search = Search(space, "tpe", seed=0, log=tmp_path / "optuna.log")
+    search.tell(space.baseline, ok(7.0))
+    assert search._study.trials == []
+    assert space.baseline in search.known
+
+
+def test_unknown_samplers_are_refused() -> None:
+    with pytest.raises(ValueError, match="known are"):
+        make_sampler("grid", 0)
+
+
+@given(KNOBS, KNOBS)
+def test_dominance_never_contradicts_a_memory_that_grows_in_every_coordinate(a: Knobs, b: Knobs) -> None:
+    if takes_no_less_memory(a, b):
+        assert needs(a) >= needs(b)
+
+
+@given(KNOBS)
+def test_a_config_dominates_itself(knobs: Knobs) -> None:
+    assert takes_no_less_memory(knobs, knobs)
+
+
+def test_dominance_knows_what_decides_memory(space: SearchSpace) -> None:
+    def config(**changes: object) -> Knobs:
+        return space.canonical(Knobs(**{**space.baseline.to_dict(), **changes}))
+
+    small = config(micro_batch_size=4, grad_accum_steps=2, activation_checkpointing="every_2")
+    assert takes_no_less_memory(config(micro_batch_size=4, grad_accum_steps=2, activation_checkpointing="none"), small)
+    assert not takes_no_less_memory(small, config(micro_batch_size=4, grad_accum_steps=2, bucket_cap_mb=12))
+    selective = config(micro_batch_size=4, grad_accum_steps=2, activation_checkpointing="selective_op")
+    assert not takes_no_less_memory(selective, small), "no order that holds for all models"
+    held = config(micro_batch_size=4, grad_accum_steps=2, sync_each_micro_batch=False)
+    assert takes_no_less_memory(held, config(micro_batch_size=4, grad_accum_steps=2))
+    assert not takes_no_less_memory(config(micro_batch_size=4, grad_accum_steps=2), held)
+
+
+def test_optunas_messages_go_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "optuna.log"
+    search = Search(make_space(), "tpe", seed=0, log=log)
+    search.ask()
+    optuna.logging.get_logger("optuna.test").warning("hello")
+    assert "hello" in log.read_text()
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""

@@ -1,0 +1,138 @@
+"""The search space: exact batches, derived candidates, one spelling for what is the same."""
+
+from __future__ import annotations
+
+import math
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import UserError
+from autotune.space import SearchSpace, batch_pairs
+from tests.unit.conftest import make_space
+from trials.record import Knobs, group_blocks, unit_cap_mb
+
+
+def test_accumulation_is_derived_so_that_the_global_batch_is_exact() -> None:
+    assert batch_pairs(1024, 64) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_every_pair_gives_the_global_batch_exactly(per_rank: int, world_size: int) -> None:
+    pairs = batch_pairs(per_rank * world_size, world_size)
+    assert all(micro * accumulation * world_size == per_rank * world_size for micro, accumulation in pairs)
+    assert [micro for micro, _ in pairs] == sorted({math.gcd(micro, per_rank) for micro in range(1, per_rank + 1)})
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(10, 4), (2, 4)])
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(batch: int, ranks: int) -> None:
+    with pytest.raises(UserError, match="nothing is rounded"):
+        batch_pairs(batch, ranks)
+
+
+def test_a_micro_batch_that_does_not_divide_names_the_divisors() -> None:
+    with pytest.raises(UserError, match="divisors: 1, 2, 4, 8"):
+        make_space(space={"micro_batch_size": [3]})
+    with pytest.raises(UserError, match=r"baseline\.micro_batch_size = 5"):
+        make_space(baseline={"micro_batch_size": 5})
+
+
+def test_bucket_caps_are_derived_from_the_blocks(space: SearchSpace) -> None:
+    assert space.candidates["bucket_cap_mb"] == (2.82, 5.63, 11.26)
+    assert [group_blocks(space.facts.block_mib, cap) for cap in space.candidates["bucket_cap_mb"]] == [
+        [1, 1, 1, 1],
+        [2, 2],
+        [4],
+    ]
+
+
+def test_caps_that_group_alike_are_one_candidate() -> None:
+    space = make_space(space={"bucket_cap_mb": [0.5, 2.9, 25, 100]})
+    assert space.candidates["bucket_cap_mb"] == (2.82, 11.26)
+
+
+def test_worker_candidates_come_from_the_cpus_a_rank_may_use() -> None:
+    assert make_space(cpus_allowed=16, space={"num_workers": "auto"}).candidates["num_workers"] == (0, 1, 2, 4, 8)
+    assert make_space(cpus_allowed=2, space={"num_workers": "auto"}).candidates["num_workers"] == (0, 1)
+
+
+def test_a_knob_that_is_left_out_keeps_the_baselines_value() -> None:
+    space = make_space(space={"micro_batch_size": [2]}, baseline={"reshard_after_forward": False})
+    (config,) = space.configs()
+    assert (config.micro_batch_size, config.grad_accum_steps) == (2, 4)
+    assert config.activation_checkpointing == "full"
+    assert not config.reshard_after_forward
+
+
+def test_knobs_without_effect_have_one_spelling(space: SearchSpace) -> None:
+    for config in space.configs():
+        assert config.sync_each_micro_batch or config.grad_accum_steps > 1
+        assert (config.prefetch_factor is None) == (config.num_workers == 0)
+
+
+def test_a_stride_beyond_the_blocks_is_the_same_as_the_last_one_that_differs() -> None:
+    assert make_space(space={"activation_checkpointing": ["every_4", "every_9"]}).candidates[
+        "activation_checkpointing"
+    ] == ("every_4",)
+    assert make_space(num_blocks=1, space={"activation_checkpointing": ["every_2", "full"]}).candidates[
+        "activation_checkpointing"
+    ] == ("full",)
+
+
+def test_export_for_accelerate_pins_what_accelerate_decides() -> None:
+    configs = list(make_space(export_for="accelerate").configs())
+    assert {c.activation_checkpointing for c in configs} == {"none", "full"}
+    assert {c.blocks_per_unit for c in configs} == {1}
+    assert all(c.sync_each_micro_batch == (c.grad_accum_steps == 1) for c in configs)
+
+
+def test_export_for_refuses_a_space_that_the_trainer_cannot_take() -> None:
+    with pytest.raises(UserError, match="it has none and full"):
+        make_space(export_for="accelerate", space={"activation_checkpointing": ["every_2"]})
+
+
+KNOBS = st.sampled_from(list(make_space().configs()))
+
+
+@given(KNOBS)
+def test_canonical_is_idempotent(knobs: Knobs) -> None:
+    space = make_space()
+    assert space.canonical(space.canonical(knobs)) == space.canonical(knobs) == knobs
+
+
+@given(KNOBS)
+def test_a_config_survives_the_way_through_optuna(knobs: Knobs) -> None:
+    space = make_space()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study()
+    study.enqueue_trial(space.params(knobs))
+    assert space.suggest(study.ask()) == knobs
+    assert set(space.distributions(knobs)) == set(space.params(knobs))
+
+
+@given(KNOBS)
+def test_knobs_survive_json(knobs: Knobs) -> None:
+    assert Knobs.from_dict(knobs.to_dict()) == knobs
+
+
+def test_the_hash_changes_with_the_candidates_and_not_otherwise() -> None:
+    assert make_space().hash == make_space().hash
+    assert make_space().hash != make_space(space={"num_workers": [0, 1]}).hash
+
+
+def test_a_value_outside_the_space_is_refused(space: SearchSpace) -> None:
+    knobs = next(space.configs())
+    with pytest.raises(ValueError, match="no candidate"):
+        space.params(Knobs(**{**knobs.to_dict(), "num_workers": 7}))
+
+
+@given(st.lists(st.floats(0.1, 50), min_size=1, max_size=40), st.floats(0.05, 500))
+def test_units_hold_at_most_the_cap_and_their_own_cap_groups_them_alike(sizes: list[float], cap: float) -> None:
+    units = group_blocks(sizes, cap)
+    assert sum(units) == len(sizes)
+    starts = [sum(units[:i]) for i in range(len(units))]
+    for start, count in zip(starts, units, strict=True):
+        assert count == 1 or sum(sizes[start : start + count]) <= cap + 1e-9
+    assert unit_cap_mb(sizes, units) >= max(sum(sizes[s : s + n]) for s, n in zip(starts, units, strict=True)) - 1e-9

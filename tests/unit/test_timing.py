@@ -1,0 +1,62 @@
+"""Blocks of whole steps: when they end, and what they add up to. With a clock of the test's own steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+from scipy import stats
+
+from trials import timing
+from trials.record import Measure
+
+
+def run(measure: Measure, step_times_s: list[float], monkeypatch: pytest.MonkeyPatch, **kwargs: float) -> timing.Timing:
+    clock = 0.0
+    steps = itertools.cycle(step_times_s)
+
+    def step() -> None:
+        nonlocal clock
+        clock += next(steps)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
+    options = {"expected_step_s": 0.25, "min_steps": measure.min_steps} | kwargs
+    return timing.run_blocks(step, lambda: None, lambda s: s, measure, **options)  # type: ignore[arg-type]
+
+
+def test_a_steady_step_ends_at_min_steps_in_blocks_of_about_block_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = run(Measure(min_steps=6, max_steps=40, block_s=0.5), [0.25], monkeypatch)
+    assert measured.block_steps == [2, 2, 2]
+    assert measured.block_times_s == pytest.approx([0.25] * 3)
+    assert timing.mean_step_s(measured.block_times_s, measured.block_steps) == pytest.approx(0.25)
+
+
+def test_a_noisy_step_is_measured_until_max_steps_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = run(Measure(min_steps=4, max_steps=11, rel_ci=0.001, block_s=0.5), [0.1, 0.2, 0.7, 0.1], monkeypatch)
+    assert measured.num_steps == 11
+    assert sum(measured.own_step_times_s) == pytest.approx(
+        sum(t * n for t, n in zip(measured.block_times_s, measured.block_steps, strict=True))
+    )
+
+
+def test_a_deep_loader_queue_asks_for_more_steps_than_max_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(Measure(min_steps=4, max_steps=10), [0.25], monkeypatch, min_steps=24).num_steps >= 24
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 10, 20, 21, 40, 100])
+def test_the_quantiles_are_students(freedom: int) -> None:
+    assert timing.t95(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
+
+
+def test_the_half_width_is_that_of_the_mean() -> None:
+    values = [1.0, 1.1, 0.9, 1.05]
+    wanted = timing.t95(3) * statistics.stdev(values) / 2 / statistics.fmean(values)
+    assert timing.relative_half_width(values) == pytest.approx(wanted)
+    assert timing.relative_half_width([1.0, 1.0]) == math.inf
+
+
+def test_drift_compares_the_halves() -> None:
+    assert timing.drift([1.0, 1.0, 1.2, 1.2]) == pytest.approx(0.2)
+    assert timing.drift([1.0]) == 0.0
