@@ -31,8 +31,8 @@ class Evidence:
     rate: float | None = None
     """Tokens/s per rank over fresh rounds; None: only the one trial's is known."""
 
-    def to_dict(self, study: Study) -> dict[str, Any]:
-        """Figures with their units and conventions; those that follow from throughput are scaled to `rate`."""
+    def to_dict(self) -> dict[str, Any]:
+        """Figures with their units; those that follow from throughput are scaled to `rate`."""
         attempt, row = self.attempt, self.attempt.row
         measured = attempt.tokens_per_s_per_rank
         scale = self.rate / measured if self.rate and measured else 1.0
@@ -46,14 +46,8 @@ class Evidence:
             "mfu": scaled(attempt.mfu),
             "mfu_causal": scaled(row.get("mfu_causal")),
             "hfu": scaled(attempt.hfu),
-            "flops_convention": study.model.flops_convention,
-            "flops_per_token": study.model.flops_per_token,
-            "peak_tflops_per_s": study.peak.tflops_per_s,
-            "peak_dtype": study.peak.dtype,
-            "peak_source": study.peak.source,
             "allocated_gib": row.get("allocated_gib"),
             "reserved_gib": row.get("reserved_gib"),
-            "limit_gib": study.limits.limit_gib,
         }
 
 
@@ -80,7 +74,7 @@ def best_content(
             "global_batch_size": job.global_batch_size,
             "seq_len": job.model.seq_len,
         },
-        "evidence": best.to_dict(study),
+        "evidence": best.to_dict(),
         "gain": (
             {
                 "ratio": verdict.ratio,
@@ -92,8 +86,16 @@ def best_content(
             if verdict
             else None
         ),
-        "baseline": _with_settings(baseline, study),
-        "fallback": _with_settings(fallback, study) if fallback else None,
+        "baseline": _with_settings(baseline),
+        "fallback": _with_settings(fallback) if fallback else None,
+        "conventions": {
+            "flops_convention": study.model.flops_convention,
+            "flops_per_token": study.model.flops_per_token,
+            "peak_tflops_per_s": study.peak.tflops_per_s,
+            "peak_dtype": study.peak.dtype,
+            "peak_source": study.peak.source,
+            "limit_gib": study.limits.limit_gib,
+        },
         "fingerprint": {
             "study_id": study.study_id,
             "space_hash": study.space_hash,
@@ -110,8 +112,8 @@ def best_content(
     }
 
 
-def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
-    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict(study)
+def _with_settings(evidence: Evidence) -> dict[str, Any]:
+    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict()
 
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
@@ -151,8 +153,9 @@ def read_best(run: Path) -> dict[str, Any]:
 def to_exportable(best: dict[str, Any]) -> Best:
     """What exporters take, from the content of best.yaml."""
     evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
-    label = mfu_label(evidence["peak_source"])
-    limit = f" of {gib(evidence['limit_gib'])}" if evidence["limit_gib"] else ""
+    conventions = best["conventions"]
+    label = mfu_label(conventions["peak_source"])
+    limit = f" of {gib(conventions['limit_gib'])}" if conventions["limit_gib"] else ""
     return Best(
         knobs=Knobs.from_dict(best["settings"]),
         precision=training["precision"],
@@ -161,7 +164,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
         seq_len=training["seq_len"],
         evidence=[
             f"Measured: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "
-            f"{label} {percent(evidence['mfu'])} [{evidence['flops_convention']}], HFU {percent(evidence['hfu'])}, "
+            f"{label} {percent(evidence['mfu'])} [{conventions['flops_convention']}], HFU {percent(evidence['hfu'])}, "
             f"peak memory {gib(evidence['reserved_gib'])} reserved{limit} per rank,",
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
             f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",

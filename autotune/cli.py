@@ -72,13 +72,14 @@ def _run(loaded: Any, name: str, import_path: Path) -> None:
 
     from autotune.best import read_best
     from autotune.cluster.runner import open_runner
+    from autotune.folder import prepare_folder
     from autotune.report.screen import make_screen
     from autotune.report.tables import print_best
-    from autotune.run import Run, prepare_folder
+    from autotune.run import Run
 
     console = Console(highlight=False)
     out = Path(loaded.output).absolute()
-    moved = prepare_folder(out)
+    moved = prepare_folder(out, loaded)
     shown = _shown(out)
     screen = make_screen(console)
     screen.message(f"autotune {__version__}: {name} -> {shown}")
@@ -93,7 +94,7 @@ def _run(loaded: Any, name: str, import_path: Path) -> None:
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; {minutes:.1f} min. "
         f"History: {shown}/history"
     )
-    target = loaded.export_for or "accelerate"
+    target = loaded.export_for or "plain"
     screen.message(f"next: autotune export {shown} --to {target}")
 
 

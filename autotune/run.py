@@ -65,34 +65,12 @@ class RunResult:
     elapsed_s: float
 
 
-def prepare_folder(out: Path) -> Path | None:
-    """Makes the run's folder; a run that is there already is moved aside, never overwritten.
-
-    Returns:
-        Where the earlier run lies now, if there was one.
-
-    Raises:
-        UserError: the folder holds something else, or cannot be written.
-    """
-    moved: Path | None = None
-    try:
-        if out.exists() and any(out.iterdir()):
-            if not (out / "study.yaml").exists() and not (out / "job.yaml").exists():
-                raise UserError(f"{out}: the folder holds something that is no run", "give another folder by --output")
-            stamp = datetime.fromtimestamp((out / "job.yaml").stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            moved = out.with_name(f"{out.name}-{stamp}")
-            out.rename(moved)
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
-    return moved
-
-
 @dataclass
 class Run:
     """One study, against a runner. `go` does it all.
 
     Args:
+        out: made by `prepare_folder`.
         import_path: the job's folder, where `package.module:factory` is looked for last.
     """
 
@@ -110,6 +88,7 @@ class Run:
         self._hardware_flops: dict[str, float] = {}
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
+        self._failed_again: set[Knobs] = set()
         self._mean_trial_s: float | None = None
         self._trials_left = self._planned_trials()
 
@@ -127,7 +106,6 @@ class Run:
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
-        (self.out / "job.yaml").write_text(self.job.to_yaml())
         self._survey()
         reference = self._measure_baseline()
         self._explore()
@@ -349,6 +327,8 @@ class Run:
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self._write_best(attempt, self._attempts[0], complete=False)
+        elif not attempt.is_feasible:
+            self._failed_again.add(knobs)
         self._trials_left -= 1
         self.listener.trial_ended(attempt, self._best)
         if attempt.outcome in INFRASTRUCTURE:
@@ -465,7 +445,10 @@ class Run:
         smaller = [
             a
             for a in self._attempts
-            if a.is_feasible and a.memory_gib is not None and a.memory_gib < (best.memory_gib or 0.0)
+            if a.is_feasible
+            and a.knobs not in self._failed_again
+            and a.memory_gib is not None
+            and a.memory_gib < (best.memory_gib or 0.0)
         ]
         return max(smaller, key=_rate, default=None)
 

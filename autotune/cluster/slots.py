@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from autotune.cluster.agent import as_actor
 from autotune.errors import InfrastructureError, UserError
+from autotune.logs import send_to_file
 
 READY_TIMEOUT_S = 60.0
 
@@ -57,8 +57,8 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    _log_to_file("ray", log)
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
+    send_to_file("ray", log)
+    options: dict[str, Any] = {"address": address, "log_to_driver": False}
     if address == "local":
         # A rank may need more CPUs than Ray counts (a container's quota): ranks share what there is.
         options.update(include_dashboard=False, num_cpus=max(ranks_per_node, os.cpu_count() or 1))
@@ -127,11 +127,3 @@ def _node_resources() -> list[dict[str, float]]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-def _log_to_file(name: str, log: Path) -> None:
-    logger = logging.getLogger(name)
-    handler = logging.FileHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    logger.handlers = [handler]
-    logger.propagate = False

@@ -19,7 +19,7 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     table = Table(title=f"Result{state}", title_justify="left", title_style="bold")
     for name in ("", "baseline", "best"):
         table.add_column(name, justify="left" if not name else "right")
-    for label, left, right in _figures(baseline, evidence):
+    for label, left, right in _figures(baseline, evidence, best["conventions"]):
         table.add_row(label, left, right)
     gain = best["gain"]
     if gain:
@@ -33,15 +33,15 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     console.print(Text(f"Verdict: {best['verdict']}", style="bold"), soft_wrap=True)
 
 
-def _figures(baseline: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, str, str]]:
-    label = mfu_label(best["peak_source"])
+def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:
+    label, limit = mfu_label(conventions["peak_source"]), gib(conventions["limit_gib"])
     return [
         ("tokens/s per rank", rate(baseline["tokens_per_s_per_rank"]), rate(best["tokens_per_s_per_rank"])),
         (label, percent(baseline["mfu"]), percent(best["mfu"])),
         ("HFU", percent(baseline["hfu"]), percent(best["hfu"])),
         ("peak live tensors per rank", gib(baseline["allocated_gib"]), gib(best["allocated_gib"])),
         ("peak reserved per rank", gib(baseline["reserved_gib"]), gib(best["reserved_gib"])),
-        ("memory limit per rank", gib(baseline["limit_gib"]), gib(best["limit_gib"])),
+        ("memory limit per rank", limit, limit),
     ]
 
 

@@ -6,7 +6,6 @@ and not a failure: the sampler learns where the edge is, and nothing is invented
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import optuna
 
+from autotune.logs import send_to_file
 from autotune.search.feasible import dominating_oom
 from autotune.search.samplers import make_sampler
 from autotune.space import SearchSpace
@@ -44,7 +44,7 @@ class Search:
     """
 
     def __init__(self, space: SearchSpace, sampler: str, seed: int, log: Path) -> None:
-        _log_to_file(log)
+        send_to_file("optuna", log)
         self.space = space
         self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, seed))
         self._random = random.Random(seed)
@@ -138,11 +138,3 @@ def _state_and_value(told: Told) -> tuple[optuna.trial.TrialState, float | None]
     if told.outcome in OUT_OF_MEMORY:
         return optuna.trial.TrialState.PRUNED, None
     return optuna.trial.TrialState.FAIL, None
-
-
-def _log_to_file(path: Path) -> None:
-    optuna.logging.disable_default_handler()
-    logger = logging.getLogger("optuna")
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s optuna %(levelname)s %(message)s"))
-    logger.handlers = [handler]

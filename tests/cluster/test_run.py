@@ -1,0 +1,203 @@
+"""Whole runs by the command line, on a real local Ray, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from autotune.cluster.runner import SlotRunner
+from autotune.errors import InfrastructureError, UserError
+from autotune.folder import prepare_folder
+from autotune.history import History
+from autotune.job import load_job
+from autotune.report.screen import LineScreen
+from autotune.run import Run
+from tests.cluster.conftest import CONFIG, rank_processes, write_job
+
+AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
+
+
+def autotune(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([AUTOTUNE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, in a folder that holds a user's own modules under our packages' names."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "trials").mkdir()
+    for name in ("trials/__init__.py", "trials/entry.py", "autotune.py", "data.py", "models.py", "search_spaces.py"):
+        (folder / name).write_text("raise ImportError('the wrong module was imported')\n")
+    write_job(folder)
+    done = autotune("run", "job.yaml", cwd=folder)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found, skipped = History(folder / "run" / "history").rows()
+    assert skipped == []
+    return found
+
+
+def test_the_screen_ends_in_the_table_and_the_next_command(finished: Path) -> None:
+    text = (finished / "stdout.txt").read_text()
+    for part in ("estimate:", "baseline", "explore", "MFU (cpu probe)", "HFU", "memory", "Verdict:", "next: autotune"):
+        assert part in text
+    assert (finished / "stderr.txt").read_text() == "", "other libraries' chatter goes to the log"
+
+
+def test_the_run_leaves_its_files(finished: Path) -> None:
+    run = finished / "run"
+    assert {path.name for path in run.iterdir()} == {"job.yaml", "study.yaml", "best.yaml", "history", "logs"}
+    assert (run / "logs" / "trial-0000" / "rank-1.log").exists()
+    best = yaml.safe_load((run / "best.yaml").read_text())
+    assert best["complete"] is True
+    assert best["fingerprint"]["world_size"] == 2
+
+
+def test_every_trial_is_in_the_history_with_what_it_applied(finished: Path) -> None:
+    found = rows(finished)
+    assert [row["trial"] for row in found] == list(range(len(found)))
+    assert found[0]["stage"] == "baseline"
+    assert sum(row["stage"] == "explore" for row in found) == 3
+    assert len({row["spec_digest"] for row in found if row["stage"] in ("baseline", "explore")}) == 4
+    for row in found:
+        assert row["outcome"] == "ok", row["reason"]
+        assert row["applied"] == row["knobs"]
+        knobs = row["knobs"]
+        assert knobs["micro_batch_size"] * knobs["grad_accum_steps"] * row["world_size"] == 8
+
+
+def test_the_figures_of_every_row_agree(finished: Path) -> None:
+    for row in rows(finished):
+        knobs = row["knobs"]
+        tokens = knobs["micro_batch_size"] * knobs["grad_accum_steps"] * 32
+        assert row["tokens_per_s_per_rank"] * row["step_time_s"] == pytest.approx(tokens)
+        peak = row["peak_tflops_per_s"] * 1e12
+        assert row["mfu"] == pytest.approx(row["tokens_per_s_per_rank"] * row["flops_per_token"] / peak)
+        assert row["hfu"] == pytest.approx(row["mfu"] * row["hardware_flops_per_token"] / row["flops_per_token"])
+        if knobs["activation_checkpointing"] == "none":
+            assert row["hfu"] == pytest.approx(row["mfu"])
+        else:
+            assert row["hfu"] > row["mfu"]
+        assert len(row["rank_step_times_s"]) == 2
+        assert row["mfu_causal"] < row["mfu"]
+
+
+def test_a_config_trains_on_the_same_data_to_the_same_losses(finished: Path) -> None:
+    first = rows(finished)[0]["losses"]
+    for row in rows(finished)[1:]:
+        assert row["losses"][:2] == pytest.approx(first[:2], rel=1e-5)
+
+
+def test_show_and_export_read_the_run(finished: Path) -> None:
+    shown = autotune("show", "run", cwd=finished)
+    assert shown.returncode == 0
+    assert "Verdict:" in shown.stdout
+    data = json.loads(autotune("show", "run", "--json", cwd=finished).stdout)
+    assert len(data["trials"]) == len(rows(finished))
+    one = autotune("show", "run", "--trial", "1", cwd=finished)
+    assert "spec_digest" in one.stdout
+    for target in ("plain", "accelerate"):
+        exported = autotune("export", "run", "--to", target, cwd=finished)
+        assert exported.returncode == 0, exported.stderr
+        assert "carried: " in exported.stdout
+    assert "not carried: micro_batch_size" in exported.stdout
+
+
+def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path: Path) -> None:
+    write_job(
+        tmp_path,
+        model={"preset": "tiny", "seq_len": 256},
+        cluster={"ranks_per_node": 2, "device": "cpu", "memory_limit_gib": 0.03},
+    )
+    done = autotune("run", "job.yaml", cwd=tmp_path)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "even the config that takes least does not fit" in done.stderr
+    assert "raise the limit" in done.stderr
+    assert {row["outcome"] for row in rows(tmp_path)} == {"oom_device"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"model": {"workload": "nowhere:make", "seq_len": 32}}, "No module named 'nowhere'"),
+        ({"data": {"source": "missing"}}, "no such file or folder"),
+        ({"model": {"config": {"vocab_size": 100}, "seq_len": 32}}, "model.config"),
+        ({"model": {"config": CONFIG | {"num_heads": 5}, "seq_len": 32}}, "must divide"),
+    ],
+)
+def test_what_only_a_rank_can_find_wrong_is_told_before_anything_is_spent(
+    runner: SlotRunner, tmp_path: Path, sections: dict[str, Any], complaint: str
+) -> None:
+    job = load_job(str(write_job(tmp_path, **sections)))
+    prepare_folder(tmp_path / "run", job)
+    screen = LineScreen(Console(quiet=True))
+    with pytest.raises(UserError, match=complaint):
+        Run(job, tmp_path / "run", runner, screen, tmp_path).go()
+    assert not list((tmp_path / "run").glob("history/*"))
+
+
+def test_a_baseline_that_does_not_fit_gives_way_to_the_careful_default(runner: SlotRunner, tmp_path: Path) -> None:
+    job = load_job(
+        str(
+            write_job(
+                tmp_path,
+                model={"preset": "tiny", "seq_len": 256},
+                batch={"global_batch_size": 32, "target_world_size": 2},
+                cluster={"ranks_per_node": 2, "device": "cpu", "memory_limit_gib": 0.2},
+                baseline={"micro_batch_size": 16, "activation_checkpointing": "none", "num_workers": 0},
+                space={"reshard_after_forward": [True, False]},
+                budget={"trials": 1},
+                measure={"warmup_steps": 1, "min_steps": 2, "max_steps": 2, "rounds": 3, "num_finalists": 1},
+            )
+        )
+    )
+    prepare_folder(tmp_path / "run", job)
+    result = Run(job, tmp_path / "run", runner, LineScreen(Console()), tmp_path).go()
+    stages = [(row["stage"], row["outcome"]) for row in rows(tmp_path)][:2]
+    assert stages == [("baseline", "oom_device"), ("baseline", "ok")]
+    assert result.baseline.knobs.micro_batch_size == 1
+    assert result.baseline.knobs.activation_checkpointing == "full"
+
+
+def test_a_baseline_that_crashes_ends_the_run_with_its_error(runner: SlotRunner, texts: Path, tmp_path: Path) -> None:
+    model = {"workload": "faulty_model:make", "config": {"mode": "raise", "config": CONFIG}, "seq_len": 32}
+    job = load_job(str(write_job(tmp_path, model=model)))
+    prepare_folder(tmp_path / "run", job)
+    with pytest.raises(InfrastructureError, match="no such thing"):
+        Run(job, tmp_path / "run", runner, LineScreen(Console(quiet=True)), texts).go()
+    assert [row["outcome"] for row in rows(tmp_path)] == ["crashed"]
+
+
+def test_ctrl_c_ends_the_ranks_keeps_the_history_and_exits_130(tmp_path: Path) -> None:
+    before = rank_processes()
+    write_job(tmp_path, budget={"trials": 500}, space="default")
+    process = subprocess.Popen(
+        [AUTOTUNE, "run", "job.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("run/history/*.parquet"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["complete"] is False
+    assert len(rows(tmp_path)) >= 3
+    time.sleep(1.0)  # a process that was killed is reaped by its parent
+    assert rank_processes() <= before

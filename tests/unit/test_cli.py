@@ -1,0 +1,84 @@
+"""The command line where no rank is needed: start-up, init, errors and their exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.folder import prepare_folder
+from autotune.job import load_job
+
+AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
+
+
+def autotune(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([AUTOTUNE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\nfrom autotune.cli import cli\n"
+        "try:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
+        "bad = {'torch', 'ray', 'optuna', 'pyarrow', 'scipy'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "measured MFU" in done.stdout
+
+
+def test_init_writes_a_job_that_loads_and_never_overwrites(tmp_path: Path) -> None:
+    first = autotune("init", cwd=tmp_path)
+    assert first.returncode == 0
+    assert load_job(str(tmp_path / "job.yaml")) == load_job("quickstart")
+    again = autotune("init", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["run", "quickstrat"], "did you mean quickstart"),
+        (["run", "quickstart", "--set", "space.limit_all_gathers=[true]"], "FSDP2 has no such knob"),
+        (["run", "quickstart", "--trials", "0"], "x>=1"),
+        (["run"], "Missing argument"),
+        (["init", "--template", "nothing"], "no such template"),
+        (["show", "nowhere"], "no run there"),
+        (["export", "nowhere", "--to", "plain"], "no best.yaml there"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_bad_input_exits_2_and_says_what_to_do(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    done = autotune(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_moved_aside_and_nothing_of_it_lost(tmp_path: Path) -> None:
+    out, job = tmp_path / "run", load_job("quickstart")
+    assert prepare_folder(out, job) is None
+    (out / "best.yaml").write_text("first")
+    assert prepare_folder(out, job) == tmp_path / "run.1"
+    assert (tmp_path / "run.1" / "best.yaml").read_text() == "first"
+    assert sorted(path.name for path in out.iterdir()) == ["job.yaml", "logs"]
+    assert prepare_folder(out, job) == tmp_path / "run.2"
+
+
+def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds something that is no run"):
+        prepare_folder(tmp_path, load_job("quickstart"))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match="run"):
+        prepare_folder(tmp_path / "run", load_job("quickstart"))
