@@ -15,7 +15,7 @@ from autotune.search.study import Told
 from trials.conventions import tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
 from trials.record import Knobs, RankReport, TrialSpec, digest
-from trials.timing import mean_step_s
+from trials.timing import mean_step_s, t95
 
 GIB = 2**30
 
@@ -227,10 +227,7 @@ def _half_width_s(block_times_s: list[float]) -> float | None:
     """Of the 95 % interval of the mean step time over the blocks of one run; None below three blocks."""
     if len(block_times_s) < 3:
         return None
-    from scipy import stats
-
-    quantile = float(stats.t.ppf(0.975, len(block_times_s) - 1))
-    return quantile * statistics.stdev(block_times_s) / math.sqrt(len(block_times_s))
+    return t95(len(block_times_s) - 1) * statistics.stdev(block_times_s) / math.sqrt(len(block_times_s))
 
 
 def _utilisation(tokens_per_s: float, flops_per_token: float | None, peak: Peak) -> float | None:

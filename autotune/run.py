@@ -20,7 +20,7 @@ from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.hardware import peak_for
 from autotune.history import History
 from autotune.job import Job
-from autotune.rows import Attempt, Limits, ModelFacts, Study, judge
+from autotune.rows import GIB, Attempt, Limits, ModelFacts, Study, judge
 from autotune.search.study import Search
 from autotune.space import Facts, SearchSpace
 from autotune.verdict import Verdict, compare
@@ -85,7 +85,8 @@ class Run:
         self._started = self.clock()
         self._history = History(self.out / "history")
         self._next_trial = 0
-        self._hardware_flops: dict[str, float] = {}
+        self._hardware_flops: dict[str, float] = {}  # by checkpointing mode
+        self._tracked_bytes: dict[Knobs, int] = {}
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
@@ -350,9 +351,9 @@ class Run:
             raise
         attempt = self._record(spec, result, folder, round_number)
         self._note_time(self.clock() - began)
-        hardware = attempt.row.get("hardware_flops_per_token")
-        if hardware is not None:
-            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
+        if attempt.outcome is Outcome.OK:
+            self._hardware_flops[attempt.knobs.activation_checkpointing] = attempt.row["hardware_flops_per_token"]
+            self._tracked_bytes[attempt.knobs] = round(attempt.row["allocated_gib"] * GIB)
         return attempt
 
     def _record(self, spec: TrialSpec, result: GangResult, folder: Path, round_number: int | None) -> Attempt:
@@ -385,9 +386,8 @@ class Run:
             memory_limit_gib=job.cluster.memory_limit_gib,
             process_group_timeout_s=measure.trial_timeout_s,
             import_paths=(str(self.import_path),),
-            hardware_flops_per_token=(
-                self._hardware_flops.get(knobs.activation_checkpointing) if knobs is not None else None
-            ),
+            hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing) if knobs else None,
+            tracked_bytes=self._tracked_bytes.get(knobs) if knobs else None,
         )
 
     def _log_folder(self, name: str) -> Path:

@@ -193,12 +193,17 @@ class Rank:
 
     def _track_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs) -> None:
         assert self.limit is not None
+        report = self.report
+        report.reserved_bytes = self.limit.peak_growth_bytes
+        if self.spec.tracked_bytes is not None:
+            report.allocated_bytes = self.spec.tracked_bytes
+            return
         self.limit.lift()  # the tracker's own bookkeeping is not the config's
         # Two micro-steps show what any number would: gradients absent, then gradients held.
         micro_steps = min(knobs.grad_accum_steps, 2)
-        peak = memory.tracked_peak_bytes(model, optimizer, lambda reset: stepper.step(micro_steps, reset))
-        self.report.allocated_bytes = peak
-        self.report.reserved_bytes = max(self.limit.peak_growth_bytes, peak)
+        report.allocated_bytes = memory.tracked_peak_bytes(
+            model, optimizer, lambda reset: stepper.step(micro_steps, reset)
+        )
 
     def _synchronize(self) -> None:
         if self.spec.device == "cuda":

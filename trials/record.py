@@ -139,6 +139,8 @@ class TrialSpec:
     """Folders where `package.module:factory` is looked for, after everything else."""
     hardware_flops_per_token: float | None = None
     """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
+    tracked_bytes: int | None = None
+    """Already tracked for this config (MemTracker's peak repeats exactly); None asks each CPU rank to track."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -155,7 +157,7 @@ class TrialSpec:
     def digest(self) -> str:
         """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
         values = dataclasses.asdict(self)
-        for label in ("trial", "stage", "attempt", "hardware_flops_per_token", "import_paths"):
+        for label in ("trial", "stage", "attempt", "hardware_flops_per_token", "tracked_bytes", "import_paths"):
             del values[label]
         return digest(values)
 
