@@ -29,11 +29,13 @@ benchmark: $(DEV)  ## overhead of a trial beside torchrun; prints tables, minute
 	$(BIN)/python -m tests.benchmarks.overhead
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
+	@echo "making the environment in $(VENV): a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable .
 	touch $@
 
 $(DEV): pyproject.toml $(CONSTRAINTS)
+	@echo "making the environment in $(VENV), with what tests need: a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test]'
 	touch $@ $(RUN)

@@ -137,7 +137,10 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--to", "target", required=True, help="plain or accelerate.")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), help="Folder to write to (default: RUN/export/TARGET)."
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
 def export(run_folder: Path, target: str, output: Path | None) -> None:
     """Write the best config in a trainer's own format."""
@@ -145,19 +148,38 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
     from autotune.export import export as export_to
 
     exported = export_to(target, to_exportable(read_best(run_folder)))
-    folder = output or run_folder / "export" / target
+    folder = output if output is not None else run_folder / "export" / target
+    main_name = next(iter(exported.files))
+    if output is not None and not output.is_dir():
+        folder, main_name = output.parent, output.name
+    names = [main_name, *list(exported.files)[1:]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in exported.files.items():
+        for name, text in zip(names, exported.files.values(), strict=True):
             (folder / name).write_text(text)
             click.echo(f"wrote {folder / name}")
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}", "give a folder you can write to by --output") from error
+        raise UserError(f"{folder}: {error.strerror}", "give a file you can write by --output") from error
     click.echo(f"carried: {', '.join(exported.carried)}")
     for knob, need in exported.lost.items():
         click.echo(f"not carried: {knob}: {need}")
     for note in exported.notes:
         click.echo(f"note: {note}")
+
+
+def _refuse_foreign_packages() -> None:
+    """`trials` and `search_spaces` are common names: a user's own on PYTHONPATH must not stand in for ours."""
+    import search_spaces
+    import trials
+
+    ours = Path(__file__).parents[1]
+    for package in (trials, search_spaces):
+        found = Path(package.__path__[0]).parent
+        if found != ours:
+            raise UserError(
+                f"the package {package.__name__} was found in {found}, not beside autotune in {ours}",
+                "remove that folder from PYTHONPATH; a job names its modules by model.workload",
+            )
 
 
 def _shown(path: Path) -> str:
@@ -168,6 +190,7 @@ def main() -> NoReturn:
     """Runs the command line; errors meant for people are printed as such, with their exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        _refuse_foreign_packages()
         cli(standalone_mode=False)
     except AutotuneError as error:
         click.echo(f"autotune: {error}", err=True)

@@ -117,6 +117,9 @@ def test_show_and_export_read_the_run(finished: Path) -> None:
         assert exported.returncode == 0, exported.stderr
         assert "carried: " in exported.stdout
     assert "not carried: micro_batch_size" in exported.stdout
+    for target, files in (("accelerate", ["mine.yaml"]), ("plain", ["autotune_best.py", "mine.yaml"])):
+        autotune("export", "run", "--to", target, "-o", f"{target}/mine.yaml", cwd=finished)
+        assert sorted(path.name for path in (finished / target).iterdir()) == files
 
 
 def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path: Path) -> None:

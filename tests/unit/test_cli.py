@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "measured MFU" in done.stdout
+
+
+def test_a_foreign_trials_on_the_path_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / "__init__.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [AUTOTUNE, "init"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"the package trials was found in {tmp_path}" in done.stderr
 
 
 def test_init_writes_a_job_that_loads_and_never_overwrites(tmp_path: Path) -> None:
