@@ -62,7 +62,7 @@ def best_content(
 ) -> dict[str, Any]:
     """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it."""
     job, row = study.job, best.attempt.row
-    unknown = "no faster config fits: keep your baseline" if complete else "not yet: the run has not ended"
+    unknown = "no config that fits was faster: keep your baseline" if complete else "not yet: the run has not ended"
     return {
         "complete": complete,
         "verdict": verdict.sentence() if verdict else unknown,

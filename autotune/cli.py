@@ -62,40 +62,37 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
     loaded = load_job(job, overrides)
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
-    path = Path(job)
-    import_path = path.parent.resolve() if path.is_file() else Path.cwd()
-    _run(loaded, job, import_path)
+    _run(loaded, job)
 
 
-def _run(loaded: Any, name: str, import_path: Path) -> None:
+def _run(loaded: Any, name: str) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.cluster.runner import open_runner
-    from autotune.folder import prepare_folder
+    from autotune.folder import prepare_folder, sole_driver
     from autotune.report.screen import make_screen
     from autotune.report.tables import print_best
     from autotune.run import Run
 
     console = Console(highlight=False)
     out = Path(loaded.output).absolute()
-    moved = prepare_folder(out, loaded)
     shown = _shown(out)
     screen = make_screen(console)
-    screen.message(f"autotune {__version__}: {name} -> {shown}")
-    if moved is not None:
-        screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
-    with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
-        result = Run(loaded, out, runner, screen, import_path).go()
+    with sole_driver(out):
+        moved = prepare_folder(out, loaded)
+        screen.message(f"autotune {__version__}: {name} -> {shown}")
+        if moved is not None:
+            screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
+        with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
+            result = Run(loaded, out, runner, screen).go()
     console.print()
     print_best(console, read_best(out))
-    minutes = result.elapsed_s / 60
     screen.message(
-        f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; {minutes:.1f} min. "
-        f"History: {shown}/history"
+        f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
+        f"{result.elapsed_s / 60:.1f} min. History: {shown}/history"
     )
-    target = loaded.export_for or "plain"
-    screen.message(f"next: autotune export {shown} --to {target}")
+    screen.message(f"next: autotune export {shown} --to {loaded.export_for or 'plain'}")
 
 
 @cli.command()
@@ -199,7 +196,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("autotune: interrupted; the history and best.yaml hold all that was measured", err=True)
+        click.echo("autotune: interrupted; the ranks are gone, and what was measured is in the run's history", err=True)
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(0)
 

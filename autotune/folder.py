@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from autotune.errors import UserError
 from autotune.job import Job
+
+
+@contextlib.contextmanager
+def sole_driver(out: Path) -> Iterator[None]:
+    """Holds the right to write to `out`; given back when this process ends, however it ends.
+
+    Raises:
+        UserError: another driver holds it, or the folder's parent cannot be written.
+    """
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(
+            f"{out}: another autotune is running into this folder", "wait for it, or give another folder by --output"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def prepare_folder(out: Path, job: Job) -> Path | None:

@@ -25,12 +25,15 @@ ABSENT_KNOBS = {
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # A field's docstring is also the hint of an error in it.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Model(Section):
     workload: str = "decoder"
-    """`decoder`, or `package.module:factory` for your own; the job's folder is searched last."""
+    """`decoder`, or `package.module:factory` for your own."""
+    import_path: str | None = None
+    """The folder where `package.module` is looked for, after everything else; default: the job file's."""
     preset: str | None = None
     """A built-in shape of `decoder`."""
     config: dict[str, Any] | None = None
@@ -140,7 +143,7 @@ class Baseline(Section):
     sync_each_micro_batch: bool = True
     reshard_after_forward: bool = True
     bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
-    """None: one block a unit."""
+    """None: the size of the largest block, which is one block a unit where blocks are alike."""
     activation_checkpointing: str = "full"
     num_workers: Annotated[int, Field(ge=0)] | None = None
     """None: the CPUs this process may use / ranks per node, one of them kept for the rank itself."""
@@ -241,6 +244,23 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _micro_batches_divide(self) -> Self:
+        per_rank = self.global_batch_size // self.batch.target_world_size
+        searched = self.space.micro_batch_size
+        asked: dict[str, tuple[int, ...]] = {
+            "baseline.micro_batch_size": (self.baseline.micro_batch_size,),
+            "space.micro_batch_size": searched if isinstance(searched, tuple) else (),
+        }
+        wrong = [f"{key} = {size}" for key, sizes in asked.items() for size in sizes if per_rank % size]
+        if wrong:
+            divisors = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
+            raise ValueError(
+                f"{' and '.join(wrong)}: the per-rank batch is {per_rank} sequences (global batch / ranks), and "
+                f"accumulation is whole; divisors: {divisors}"
+            )
+        return self
+
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
         return text
@@ -275,13 +295,13 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     for override in overrides:
         if override not in names:
             _apply_override(values, override)
-    _resolve_data(values, folder)
-    return validate(Job, values, where)
+    _resolve_paths(values, folder)
+    return validate(Job, values, " ".join([where, *(f"--set {override}" for override in overrides)]))
 
 
 def _find(name: str, kind: Literal["jobs", "spaces"], what: str) -> tuple[Path | None, str]:
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.exists():
+    if path.suffix in (".yaml", ".yml") or path.is_file():
         try:
             return path, path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -335,10 +355,13 @@ def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
     values["space"] = _parse_mapping(text, f"{where}: space {path or space}")
 
 
-def _resolve_data(values: dict[str, Any], folder: Path) -> None:
-    data = values.get("data")
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
+    data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
         data["source"] = str(folder / Path(data["source"]).expanduser())
+    if isinstance(model, dict) and model.get("workload", "decoder") != "decoder":
+        model["import_path"] = str(folder / Path(model.get("import_path") or ".").expanduser())
 
 
 def validate(model: type[Job], values: dict[str, Any], where: str) -> Job:
@@ -373,7 +396,10 @@ def _describe(details: ErrorDetails) -> str:
     if details["type"] == "value_error":
         return f"{path + ': ' if path else ''}{details['ctx']['error']}"
     message = details["msg"].replace("Input should be", "should be")
-    return f"{path} = {value!r}: {message}"
+    parent = _section([key for key in keys[:-1] if not key.isdigit()])
+    field = parent.model_fields.get(keys[-1]) if parent else None
+    hint = f"\n    hint: {field.description}" if field is not None and field.description else ""
+    return f"{path} = {value!r}: {message}{hint}"
 
 
 def _is_union_branch(part: int | str) -> bool:

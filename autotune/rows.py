@@ -26,7 +26,7 @@ class ModelFacts:
 
     num_params: int
     num_matmul_params: int
-    flops_per_token: float
+    flops_per_token: float | None
     flops_per_token_causal: float | None
     flops_convention: str
 
@@ -39,15 +39,14 @@ class Limits:
     limit_gib: float | None
     headroom: float
 
-    def over_limit(self, allocated_gib: float, reserved_gib: float) -> float:
+    def over_limit(self, used_gib: float) -> float:
         """Used / usable memory minus 1, positive if it does not fit; -1 without a limit.
 
         CUDA judges live bytes (reserved memory is partly a cache). On CPU the limit sees the data segment.
         """
         if self.limit_gib is None:
             return -1.0
-        used = reserved_gib if self.device == "cpu" else allocated_gib
-        return used / (self.limit_gib * (1 - self.headroom)) - 1
+        return used_gib / (self.limit_gib * (1 - self.headroom)) - 1
 
     @property
     def least_oom_over_limit(self) -> float:
@@ -83,6 +82,8 @@ class Attempt:
     memory_gib: float | None
     """On the scale that the limit judges."""
     row: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+    """What could not be found out beside the measurement."""
 
     @property
     def is_feasible(self) -> bool:
@@ -110,11 +111,11 @@ def judge(spec: TrialSpec, result: GangResult, study: Study, log_path: str, roun
     speed = _speed(spec, knobs, result.reports, model, peak)
     memory = _memory(result.reports)
     row |= speed | memory
-    over = limits.over_limit(memory["allocated_gib"], memory["reserved_gib"])
+    used = memory["reserved_gib"] if limits.device == "cpu" else memory["allocated_gib"]
+    over = limits.over_limit(used)
     if memory["alloc_retries"] and over <= 0:
         over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
     told = Told(Outcome.OK, speed["tokens_per_s_per_rank"], over)
-    used = memory["reserved_gib"] if limits.device == "cpu" else memory["allocated_gib"]
     return Attempt(
         spec,
         knobs,
@@ -126,6 +127,7 @@ def judge(spec: TrialSpec, result: GangResult, study: Study, log_path: str, roun
         speed["hfu"],
         used,
         row,
+        tuple(dict.fromkeys(warning for report in result.reports.values() for warning in report.warnings)),
     )
 
 
@@ -216,7 +218,7 @@ def _speed(
         "data_wait_s": max(report.data_wait_s for report in reports.values()),
         "losses": first.losses,
         "hardware_flops_per_token": hardware,
-        "model_tflops_per_s_per_rank": tflops_per_s(rate, model.flops_per_token),
+        "model_tflops_per_s_per_rank": model.flops_per_token and tflops_per_s(rate, model.flops_per_token),
         "mfu": _utilisation(rate, model.flops_per_token, peak),
         "mfu_causal": _utilisation(rate, model.flops_per_token_causal, peak),
         "hfu": _utilisation(rate, hardware, peak),
@@ -239,8 +241,9 @@ def _utilisation(tokens_per_s: float, flops_per_token: float | None, peak: Peak)
 
 
 def _memory(reports: dict[int, RankReport]) -> dict[str, Any]:
+    tracked = [report.allocated_bytes for report in reports.values() if report.allocated_bytes is not None]
     return {
-        "allocated_gib": max(report.allocated_bytes for report in reports.values()) / GIB,
+        "allocated_gib": max(tracked) / GIB if len(tracked) == len(reports) else None,
         "reserved_gib": max(report.reserved_bytes for report in reports.values()) / GIB,
         "alloc_retries": max(report.alloc_retries for report in reports.values()),
     }

@@ -27,6 +27,8 @@ from autotune.verdict import Verdict, compare
 from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
 from trials.record import Knobs, Measure, TrialSpec
 
+MIN_ROUNDS = 3
+"""Pairs that a verdict needs at least."""
 MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 ASSUMED_MFU = 0.5
@@ -71,14 +73,12 @@ class Run:
 
     Args:
         out: made by `prepare_folder`.
-        import_path: the job's folder, where `package.module:factory` is looked for last.
     """
 
     job: Job
     out: Path
     runner: Runner
     listener: Listener
-    import_path: Path
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -90,6 +90,7 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._warned: set[str] = set()
         self._mean_trial_s: float | None = None
         self._trials_left = self._planned_trials()
 
@@ -141,6 +142,7 @@ class Run:
             self.job,
             Facts(self.runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"]),
         )
+        limits_gib = (self.job.cluster.memory_limit_gib, found.get("device_memory_gib"))
         self.study = Study(
             study_id=uuid.uuid4().hex[:12],
             job=self.job,
@@ -148,7 +150,7 @@ class Run:
             peak=peak,
             limits=Limits(
                 self.runner.device,
-                self.job.cluster.memory_limit_gib or found.get("device_memory_gib"),
+                min((gib for gib in limits_gib if gib is not None), default=None),
                 self.job.cluster.memory_headroom,
             ),
             space_hash=self.space.hash,
@@ -162,11 +164,12 @@ class Run:
     def _describe(self, device_name: str, found: dict[str, Any]) -> str:
         peak, limits, model = self.study.peak, self.study.limits, self.study.model
         known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
+        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
         limit = f"{limits.limit_gib:.3g} GiB per rank" if limits.limit_gib else "none"
         batch = self.job.global_batch_size
         return (
             f"  model: {model.num_params / 1e6:.1f} M parameters, {found['num_blocks']} blocks, "
-            f"{model.flops_per_token / 1e6:.1f} MFLOP per token [{model.flops_convention}]\n"
+            f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * self.job.model.seq_len:,} tokens per optimizer step\n"
             f"  device: {device_name}, {self.runner.world_size} ranks; peak: {known}\n"
             f"  memory limit: {limit}, {limits.headroom:.0%} of it kept free"
@@ -174,10 +177,11 @@ class Run:
 
     def _estimate(self) -> str:
         measure = self.job.measure
-        if self.study.peak.tflops_per_s is None:
+        flops = self.study.model.flops_per_token
+        if self.study.peak.tflops_per_s is None or flops is None:
             return "known once the baseline has run"
         tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
-        step_s = tokens * self.study.model.flops_per_token / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
+        step_s = tokens * flops / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
         steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
         self._mean_trial_s = OVERHEAD_S + steps * step_s
         total_s = self._planned_trials() * self._mean_trial_s
@@ -190,20 +194,20 @@ class Run:
         knobs = self.space.baseline
         self.listener.baseline_known(knobs, sum(1 for _ in self.space.configs()))
         attempt = self._trial(knobs, "baseline")
-        if attempt.outcome is Outcome.OK and attempt.is_feasible:
-            return attempt
-        if attempt.outcome is not Outcome.OK and attempt.outcome not in OUT_OF_MEMORY:
+        if attempt.outcome in OUT_OF_MEMORY:
+            careful = self._careful()
+            if careful != knobs:
+                self.listener.message("  the baseline ran out of memory: the careful default becomes the reference")
+                attempt = self._trial(careful, "baseline")
+            if attempt.outcome in OUT_OF_MEMORY:
+                raise self._nothing_fits(attempt)
+        if attempt.outcome is not Outcome.OK:
             raise InfrastructureError(
                 f"the baseline failed ({attempt.outcome}): {attempt.reason}",
                 f"nothing else was tried; its output is in {self.out / attempt.row['log_path']}",
             )
-        careful = self._careful()
-        if careful == knobs:
-            raise self._nothing_fits()
-        self.listener.message("  the baseline does not fit: the careful default becomes the reference")
-        attempt = self._trial(careful, "baseline")
         if not attempt.is_feasible:
-            raise self._nothing_fits()
+            self.listener.message("  the baseline leaves less memory free than cluster.memory_headroom asks for")
         return attempt
 
     def _careful(self) -> Knobs:
@@ -220,14 +224,10 @@ class Run:
             )
         )
 
-    def _nothing_fits(self) -> NothingFitsError:
-        last, limits = self._attempts[-1], self.study.limits
-        if last.memory_gib is not None:
-            needed = f"it took {last.memory_gib:.3f} GiB, and {limits.headroom:.0%} must stay free"
-        else:
-            needed = f"it ran out of memory ({last.reason.splitlines()[0]})"
+    def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
         return NothingFitsError(
-            f"cluster.memory_limit_gib = {limits.limit_gib}: even the config that takes least does not fit: {needed}",
+            f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
+            f"memory: {attempt.reason.splitlines()[0]}",
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
 
@@ -250,46 +250,42 @@ class Run:
         measure = self.job.measure
         self._trials_left = measure.num_finalists + 1 + 2 * measure.rounds
         for candidate in self._finalists(reference):
-            decided = self._rounds(candidate, reference)
-            if decided is not None:
-                return self._conclude(reference, candidate, *decided)
+            ours, theirs = self._rounds(candidate, reference)
+            if len(ours) >= MIN_ROUNDS:
+                return self._conclude(reference, candidate, ours, theirs)
             self.listener.message("  that config failed when run again: on to the next finalist")
         return self._conclude(reference, None, [], [])
 
     def _finalists(self, reference: Attempt) -> list[Attempt]:
-        """Configs faster than the reference, best first, after one interleaved round with it."""
-        faster = sorted(
-            (a for a in self._attempts if a.is_feasible and a.spec.stage == "explore" and _rate(a) > _rate(reference)),
-            key=_rate,
-            reverse=True,
-        )[: self.job.measure.num_finalists]
-        if not faster:
-            return []
+        """The fastest configs that fit, run once more beside the reference; those still faster, best first."""
+        fitting = [a for a in self._attempts if a.is_feasible and a.knobs != reference.knobs]
+        chosen = sorted(fitting, key=_rate, reverse=True)[: self.job.measure.num_finalists]
         scores: list[tuple[float, Attempt]] = []
-        for first in faster:
+        for first in [*chosen, reference] if chosen else []:
             again = self._trial(first.knobs, "finalist")
-            if again.is_feasible:
-                scores.append((math.log(_rate(first)) + math.log(_rate(again)), first))
-        self._trial(reference.knobs, "finalist")
-        return [attempt for _, attempt in sorted(scores, key=lambda score: score[0], reverse=True)]
+            if again.outcome is Outcome.OK:
+                scores.append((_geometric_mean([_rate(first), _rate(again)]), first))
+        to_beat = next((score for score, attempt in scores if attempt is reference), _rate(reference))
+        faster = [(score, attempt) for score, attempt in scores if score > to_beat]
+        return [attempt for _, attempt in sorted(faster, key=lambda pair: pair[0], reverse=True)]
 
-    def _rounds(self, candidate: Attempt, reference: Attempt) -> tuple[list[float], list[float]] | None:
-        """Fresh throughputs of both, paired by round; None if the candidate fails when run again."""
-        fresh: dict[Knobs, list[float]] = {candidate.knobs: [], reference.knobs: []}
+    def _rounds(self, candidate: Attempt, reference: Attempt) -> tuple[list[float], list[float]]:
+        """Fresh throughputs of both, paired by round; the pairs so far if the candidate fails when run again.
+
+        Memory is not judged again: near the limit it is noisy, and a config that ran has fitted.
+        """
+        ours: list[float] = []
+        theirs: list[float] = []
         for number in range(self.job.measure.rounds):
             # Alternate who goes first, so that what drifts steadily favours neither.
             pair = (candidate, reference) if number % 2 == 0 else (reference, candidate)
-            for attempt in pair:
-                again = self._trial(attempt.knobs, "round", number)
-                if not again.is_feasible:
-                    if attempt is reference:
-                        raise InfrastructureError(
-                            f"the baseline failed when run again ({again.outcome}): {again.reason}",
-                            "the history holds all that was measured",
-                        )
-                    return None
-                fresh[attempt.knobs].append(_rate(again))
-        return fresh[candidate.knobs], fresh[reference.knobs]
+            again = {attempt.knobs: self._trial(attempt.knobs, "round", number) for attempt in pair}
+            if again[candidate.knobs].outcome is not Outcome.OK:
+                return [], []
+            if again[reference.knobs].outcome is Outcome.OK:
+                ours.append(_rate(again[candidate.knobs]))
+                theirs.append(_rate(again[reference.knobs]))
+        return ours, theirs
 
     def _conclude(
         self, reference: Attempt, candidate: Attempt | None, ours: list[float], theirs: list[float]
@@ -328,8 +324,10 @@ class Run:
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self._write_best(attempt, self._attempts[0], complete=False)
-        elif not attempt.is_feasible:
+        elif attempt.outcome is not Outcome.OK:
             self._failed_again.add(knobs)
+        for warning in attempt.warnings:
+            self._warn_once(warning)
         self._trials_left -= 1
         self.listener.trial_ended(attempt, self._best)
         if attempt.outcome in INFRASTRUCTURE:
@@ -338,6 +336,11 @@ class Run:
                 "the history holds all that was measured",
             )
         return attempt
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned:
+            self._warned.add(warning)
+            self.listener.message(f"  {warning}")
 
     def _attempt(self, spec: TrialSpec, round_number: int | None) -> Attempt:
         self.listener.trial_started(spec, self._remaining_s())
@@ -351,9 +354,11 @@ class Run:
             raise
         attempt = self._record(spec, result, folder, round_number)
         self._note_time(self.clock() - began)
-        if attempt.outcome is Outcome.OK:
-            self._hardware_flops[attempt.knobs.activation_checkpointing] = attempt.row["hardware_flops_per_token"]
-            self._tracked_bytes[attempt.knobs] = round(attempt.row["allocated_gib"] * GIB)
+        hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
+        if hardware is not None:
+            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
+        if allocated is not None:
+            self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
         return attempt
 
     def _record(self, spec: TrialSpec, result: GangResult, folder: Path, round_number: int | None) -> Attempt:
@@ -385,7 +390,7 @@ class Run:
             knobs=knobs,
             memory_limit_gib=job.cluster.memory_limit_gib,
             process_group_timeout_s=measure.trial_timeout_s,
-            import_paths=(str(self.import_path),),
+            import_paths=(job.model.import_path,) if job.model.import_path else (),
             hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing) if knobs else None,
             tracked_bytes=self._tracked_bytes.get(knobs) if knobs else None,
         )

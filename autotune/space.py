@@ -17,12 +17,11 @@ ORDERED = ("micro_batch_size", "bucket_cap_mb", "activation_checkpointing", "num
 """Sampled as an index into the candidates, from little to much; the others are yes or no."""
 
 PINS: dict[str, dict[str, tuple[Any, ...]]] = {
-    # accelerate 1.15: accumulate() reduces on the last micro-batch only; one unit a transformer block; its
-    # checkpointing is all blocks or none.
+    # accelerate 1.15 by default reduces on the last micro-batch only, and checkpoints all blocks or none. It also
+    # makes one unit a block (see _pin).
     "accelerate": {
         "sync_each_micro_batch": (False,),
         "activation_checkpointing": ("none", "full"),
-        "blocks_per_unit": (1,),
     }
 }
 """What a trainer decides itself, by `export_for`: the values it can be handed, the others are not searched."""
@@ -81,7 +80,6 @@ class SearchSpace:
 
     def _baseline(self, job: Job) -> Knobs:
         base = job.baseline
-        self._check_micro_batch("baseline.micro_batch_size", base.micro_batch_size)
         workers = self.default_workers(job) if base.num_workers is None else base.num_workers
         return self.canonical(
             Knobs(
@@ -104,9 +102,6 @@ class SearchSpace:
     def _resolve(self, job: Job) -> dict[str, tuple[Any, ...]]:
         asked, base = job.space, self.baseline
         micro = asked.micro_batch_size
-        if isinstance(micro, tuple):
-            for size in micro:
-                self._check_micro_batch("space.micro_batch_size", size)
         found: dict[str, tuple[Any, ...]] = {
             "micro_batch_size": tuple(self.pairs) if micro == "auto" else micro or (base.micro_batch_size,),
             "sync_each_micro_batch": asked.sync_each_micro_batch or (job.baseline.sync_each_micro_batch,),
@@ -147,13 +142,6 @@ class SearchSpace:
             return asked
         most = max(1, self.facts.cpus_allowed // job.cluster.ranks_per_node)
         return (0, *(2**power for power in range(most.bit_length()) if 2**power <= most))
-
-    def _check_micro_batch(self, key: str, size: int) -> None:
-        if size not in self.pairs:
-            raise UserError(
-                f"{key} = {size}: the per-rank batch of {max(self.pairs)} sequences does not divide by it",
-                f"divisors: {', '.join(str(micro) for micro in self.pairs)}",
-            )
 
     def _pin(self, job: Job) -> None:
         target = job.export_for

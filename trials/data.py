@@ -1,7 +1,8 @@
 """Real text as fixed-length token sequences, through a real DataLoader.
 
 Which sequences an optimizer step trains on depends only on (seed, step, index in the global batch): not on the
-number of ranks, the micro-batch or the workers. So every config of a study sees the same data at the same step.
+number of ranks, the micro-batch or the workers. So every config of a study warms up on the same data; after that,
+configs with loader queues of different depth have skipped different steps.
 """
 
 from __future__ import annotations

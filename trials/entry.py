@@ -6,6 +6,7 @@ JSON file: {"spec": TrialSpec, "report": path}. Rank and rendezvous are in the e
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from trials import data, flops, memory, survey, timing, wrap
+from trials.lifeline import die_with_parent
 from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialError, classify_exception
 from trials.record import Knobs, RankReport, TrialSpec
 from trials.step import Stepper
@@ -39,6 +41,7 @@ class Rank:
         self.spec, self.rank, self.local_rank = spec, rank, local_rank
         self.report = RankReport(
             rank=rank,
+            started_at=time.time(),
             host=socket.gethostname(),
             torch_version=torch.__version__,
             device_name=platform.machine(),
@@ -128,22 +131,36 @@ class Rank:
         self._record(measured, stepper, knobs)
         self.enter("memory")
         if spec.device == "cuda":
-            allocated, reserved, retries = memory.cuda_peaks()
-            self.report.allocated_bytes, self.report.reserved_bytes = allocated, reserved
-            self.report.alloc_retries = retries - retries_before
+            report = self.report
+            report.allocated_bytes, report.reserved_bytes, retries = memory.cuda_peaks()
+            report.alloc_retries = retries - retries_before
         else:
             self._track_memory(model, optimizer, stepper, knobs)
         self.enter("flops")
-        self.report.hardware_flops_per_token = spec.hardware_flops_per_token
-        if self.rank == 0 and spec.hardware_flops_per_token is None:
-            self.report.hardware_flops_per_token = flops.counted_flops_per_token(
-                workload, spec.seq_len, knobs.activation_checkpointing
-            )
+        self._count_flops(workload, knobs)
+
+    def _count_flops(self, workload: Workload, knobs: Knobs) -> None:
+        self.report.hardware_flops_per_token = self.spec.hardware_flops_per_token
+        if self.rank == 0 and self.spec.hardware_flops_per_token is None:
+            with self._beside_the_measurement("HFU is not known: the FLOP count on meta"):
+                self.report.hardware_flops_per_token = flops.counted_flops_per_token(
+                    workload, self.spec.seq_len, knobs.activation_checkpointing
+                )
+
+    @contextlib.contextmanager
+    def _beside_the_measurement(self, what: str) -> Iterator[None]:
+        """For what comes after the clock: its failure is told, and the measurement stands."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (a user's model may do anything)
+            traceback.print_exc()
+            self.report.warnings.append(f"{what} failed: {type(error).__name__}: {error}")
 
     def _set_limit(self) -> None:
         gib = self.spec.memory_limit_gib
         limit_bytes = None if gib is None else round(gib * memory.GIB)
         if self.spec.device == "cuda":
+            memory.refuse_a_busy_gpu()
             memory.limit_cuda(limit_bytes)
         else:
             self.limit = memory.CpuLimit(limit_bytes)
@@ -159,6 +176,8 @@ class Rank:
         wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
         wrap.shard(model, names, sizes_mib, knobs, mesh, wrap.mixed_precision(spec.precision, spec.reduce_dtype))
         wrap.initialise(model, workload, spec.device, spec.seed)
+        if spec.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not its initialisation's
         return model, names
 
     def _warm_up(self, stepper: Stepper) -> float:
@@ -201,9 +220,10 @@ class Rank:
         self.limit.lift()  # the tracker's own bookkeeping is not the config's
         # Two micro-steps show what any number would: gradients absent, then gradients held.
         micro_steps = min(knobs.grad_accum_steps, 2)
-        report.allocated_bytes = memory.tracked_peak_bytes(
-            model, optimizer, lambda reset: stepper.step(micro_steps, reset)
-        )
+        with self._beside_the_measurement("the peak of live tensors is not known: MemTracker"):
+            report.allocated_bytes = memory.tracked_peak_bytes(
+                model, optimizer, lambda reset: stepper.step(micro_steps, reset)
+            )
 
     def _synchronize(self) -> None:
         if self.spec.device == "cuda":
@@ -282,4 +302,5 @@ def write_report(path: Path, report: RankReport) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     run_rank(json.loads(Path(sys.argv[1]).read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,21 +21,37 @@ def matmul_params(model: nn.Module) -> int:
     return sum(weight.numel() for weight in weights)
 
 
+FORMULA_TOLERANCE = 0.01
+"""A formula further than this from the count has missed a matmul (a head by F.linear, a Conv1D): the count stands."""
+
+
 @dataclass(frozen=True)
 class ModelFlops:
-    per_token: float
+    per_token: float | None
+    """None: neither a formula nor a count is to be had, and then there is no MFU."""
     per_token_causal: float | None
     """The same with half the attention; None when the attention is not known."""
     convention: str
 
 
 def model_flops(workload: Workload, model: nn.Module, seq_len: int) -> ModelFlops:
-    """Useful FLOPs per token of `model` (unsharded, may be on `meta`)."""
+    """Useful FLOPs per token of `model` (unsharded, may be on `meta`): by the formula where a count agrees with it."""
+    counted = _count_or_none(workload, seq_len)
     shapes = workload.attention_shapes()
     if shapes is None:
-        return ModelFlops(counted_flops_per_token(workload, seq_len, "none"), None, COUNTED)
+        return ModelFlops(counted, None, COUNTED if counted is not None else "not known")
     full, causal = (_by_formula(model, shapes, seq_len, key) for key in ("6N+12Lds", "6N+6Lds"))
+    if counted is not None and abs(full / counted - 1) > FORMULA_TOLERANCE:
+        return ModelFlops(counted, counted - (full - causal), COUNTED)
     return ModelFlops(full, causal, PALM_MATMUL.name)
+
+
+def _count_or_none(workload: Workload, seq_len: int) -> float | None:
+    try:
+        return counted_flops_per_token(workload, seq_len, "none")
+    except Exception:  # noqa: BLE001 (a user's loss may do what `meta` cannot: .item(), a custom kernel)
+        traceback.print_exc()
+        return None
 
 
 def _by_formula(model: nn.Module, shapes: Sequence[AttentionShape], seq_len: int, convention: str) -> float:

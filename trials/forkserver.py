@@ -20,6 +20,8 @@ import signal
 import sys
 from typing import Any
 
+from trials.lifeline import die_with_parent
+
 PRELOAD = (
     "torch._dynamo",  # the first optimizer step imports it
     "torch.distributed._tools.mem_tracker",
@@ -34,6 +36,7 @@ EXIT_NO_START = 71
 
 
 def serve() -> None:
+    die_with_parent()
     for module in PRELOAD:
         __import__(module)
     wake_read, wake_write = os.pipe()
@@ -80,6 +83,7 @@ def _start(start: dict[str, Any], own_fds: tuple[int, int]) -> int:
 
 def _become_rank(start: dict[str, Any], own_fds: tuple[int, int]) -> None:
     os.setsid()
+    die_with_parent()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

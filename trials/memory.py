@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from trials.outcome import Outcome, TrialError
+
 GIB = 2**30
 _STATUS = Path("/proc/self/status")
 _SAMPLE_INTERVAL_S = 0.002
@@ -104,6 +106,25 @@ def tracked_peak_bytes(
         step(tracker.reset_mod_stats)
     peak = tracker.get_tracker_snapshot("peak")
     return max((snapshot["Total"] for snapshot in peak.values()), default=0)
+
+
+FOREIGN_USE_GIB = 2.0
+"""In use on a GPU before the model is built: this process's own context takes less than this."""
+
+
+def refuse_a_busy_gpu() -> None:
+    """Another process's memory would be taken for this config's.
+
+    Raises:
+        TrialError: outcome `unclean_device`.
+    """
+    free, total = torch.cuda.mem_get_info()
+    used_gib = (total - free) / GIB
+    if used_gib > FOREIGN_USE_GIB:
+        raise TrialError(
+            Outcome.UNCLEAN_DEVICE,
+            f"{used_gib:.1f} GiB of the GPU are in use before the model is built; see nvidia-smi",
+        )
 
 
 def limit_cuda(limit_bytes: int | None) -> None:

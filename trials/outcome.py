@@ -7,6 +7,7 @@ say, since a peer only sees the connection close.
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class TrialError(Exception):
 _DEVICE_ALLOCATOR = re.compile(
     r"(CUDA out of memory\. Tried"
     r"|HIP out of memory\. Tried"
-    r"|(CUDA|HIP) error: out of memory"
+    r"|(CUDA|HIP)( driver)? error: out of memory"
     r"|CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
     r"|NCCL [\s\S]*Cuda failure 2 'out of memory')"
 )
@@ -80,7 +81,7 @@ def classify_exception(error: BaseException, device: str) -> Outcome:
             return seen.outcome
         if type(seen).__name__ == "OutOfMemoryError":
             return Outcome.OOM_DEVICE
-        if isinstance(seen, MemoryError):
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
             return host
         if isinstance(seen, RuntimeError):
             message = str(seen)

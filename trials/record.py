@@ -172,6 +172,8 @@ class RankReport:
     """What one rank found; written as JSON by the rank itself, just before it leaves."""
 
     rank: int
+    started_at: float = 0.0
+    """When the rank's own code began, seconds since the epoch."""
     outcome: str = "crashed"
     reason: str = ""
     phase: str = "start"
@@ -190,16 +192,19 @@ class RankReport:
     block_steps: list[int] = field(default_factory=list)
     """Optimizer steps in each timed block."""
     own_step_times_s: list[float] = field(default_factory=list)
-    """Seconds of each timed optimizer step on this rank alone."""
+    """Seconds of each timed optimizer step on this rank alone; on CUDA the time to queue it, not to run it."""
     data_wait_s: float = 0.0
     """Seconds this rank waited for batches inside the timed blocks."""
     drift: float = 0.0
     """Second half of the timed blocks over the first half, minus 1."""
     losses: list[float] = field(default_factory=list)
     """Mean loss over all ranks of each optimizer step, from the first update on."""
-    allocated_bytes: int = 0
+    allocated_bytes: int | None = None
+    """Peak of live tensors; None if it could not be tracked."""
     reserved_bytes: int = 0
     alloc_retries: int = 0
+    warnings: list[str] = field(default_factory=list)
+    """What could not be found out beside the measurement, for people."""
     hardware_flops_per_token: float | None = None
     host: str = ""
     device_name: str = ""

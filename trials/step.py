@@ -85,7 +85,7 @@ class Stepper:
             next(self.batches)
 
     def observed(self) -> dict[str, Any]:
-        """The knobs that act in the step, as seen since the last call of `forget`."""
+        """The knobs that act in the step, as seen so far."""
         return {
             "micro_batch_size": _only(self._micro_batch_sizes),
             "grad_accum_steps": _only(self._micro_steps),

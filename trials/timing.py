@@ -23,7 +23,6 @@ class Timing:
     """Seconds per optimizer step of each block, slowest rank."""
     block_steps: list[int] = field(default_factory=list)
     own_step_times_s: list[float] = field(default_factory=list)
-    data_wait_s: float = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -47,8 +46,9 @@ def run_blocks(
         slowest: maximum over ranks of a number of seconds; a collective.
         expected_step_s: the same on all ranks; sizes the blocks.
     """
-    steps_per_block = max(1, round(measure.block_s / max(expected_step_s, 1e-9)))
     limit = max(measure.max_steps, min_steps)
+    # Four blocks at least: an interval needs a few.
+    steps_per_block = max(1, min(round(measure.block_s / max(expected_step_s, 1e-9)), limit // 4))
     timing = Timing()
     slowest(0.0)  # start together
     while timing.num_steps < limit:

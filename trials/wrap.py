@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trials.outcome import Outcome, TrialError
@@ -120,13 +120,21 @@ def initialise(model: nn.Module, workload: Workload, device: str, seed: int) -> 
             full_name = name.replace(_WRAPPED, "")
             full = workload.init_parameter(full_name, parameter.shape, _generator(seed, full_name))
             if isinstance(parameter, DTensor):
-                local = distribute_tensor(
-                    full.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None
-                ).to_local()
-                parameter.to_local().copy_(local)
+                parameter.to_local().copy_(_local_shard(full, parameter))
             else:
                 parameter.copy_(full)
         workload.init_buffers(model)
+
+
+def _local_shard(full: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's part of `full`, cut on the host: the whole of a large table need not fit on the device."""
+    for dim_of_mesh, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            parts = torch.chunk(full, parameter.device_mesh.size(dim_of_mesh), dim=placement.dim)
+            index = parameter.device_mesh.get_local_rank(dim_of_mesh)
+            # torch.chunk may make fewer parts than ranks: the last ranks then hold nothing.
+            full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

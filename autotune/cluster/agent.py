@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, group_members, kill_groups
+from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups
 
 LOG_TAIL_BYTES = 64 * 1024
 
@@ -119,10 +119,6 @@ class NodeAgent:
                 self._logs[rank].unlink()
         self._pids = {}
         return record
-
-    def is_clean(self) -> bool:
-        """Whether no process of an earlier gang is left."""
-        return not group_members(list(self._pids.values()))
 
     def close(self) -> None:
         self.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,11 @@ from trials.outcome import Outcome, RankEnd, combine
 from trials.record import RankReport, TrialSpec
 
 POLL_S = 0.5
+AGENT_ANSWERS_S = 60.0
+"""An agent that is silent for longer is lost, whatever Ray says of it."""
+MAX_PORTS = 3
+"""The port of a rendezvous was free a moment before; another process may have taken it since."""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 GRACE_S = 1.5
 """After the first failure: long enough for the rank that caused it to write its report, when a peer died first."""
 
@@ -41,22 +47,33 @@ def run_gang(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> Ga
         log_dir: where `rank-N.log` go; must exist.
         timeout_s: the gang is ended after this long, whatever its ranks do.
     """
+    for _ in range(MAX_PORTS):
+        result = _run_once(slot, spec, log_dir, timeout_s)
+        if result.outcome is not Outcome.CRASHED or not _PORT_TAKEN.search(result.reason):
+            break
+    return result
+
+
+def _run_once(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
     import ray
 
     started_at, started = time.time(), time.monotonic()
     hosts = [node.host for node in slot.nodes for _ in range(slot.ranks_per_node)]
     try:
-        port = ray.get(slot.nodes[0].agent.free_port.remote())
+        port = ray.get(slot.nodes[0].agent.free_port.remote(), timeout=AGENT_ANSWERS_S)
         env = _rendezvous(slot, port)
         spec_json = spec.to_json()
         ray.get(
             [
                 node.agent.start.remote(spec_json, _ranks(slot, index), {**env, "GROUP_RANK": str(index)}, str(log_dir))
                 for index, node in enumerate(slot.nodes)
-            ]
+            ],
+            timeout=AGENT_ANSWERS_S,
         )
         timed_out, detected_s = _watch(slot, started, timeout_s)
-        records: list[NodeRecord] = ray.get([node.agent.finish.remote() for node in slot.nodes])
+        records: list[NodeRecord] = ray.get(
+            [node.agent.finish.remote() for node in slot.nodes], timeout=AGENT_ANSWERS_S
+        )
     except ray.exceptions.RayError as error:
         return GangResult(Outcome.NODE_LOST, f"a node's agent died: {error}", None, {}, hosts, started_at, time.time())
     return _conclude(slot, records, log_dir, hosts, started_at, timed_out, timeout_s, detected_s)
@@ -84,7 +101,9 @@ def _watch(slot: Slot, started: float, timeout_s: float) -> tuple[bool, float | 
 
     detected: float | None = None
     while True:
-        statuses: list[NodeStatus] = ray.get([node.agent.poll.remote(POLL_S) for node in slot.nodes])
+        statuses: list[NodeStatus] = ray.get(
+            [node.agent.poll.remote(POLL_S) for node in slot.nodes], timeout=AGENT_ANSWERS_S
+        )
         elapsed_s = time.monotonic() - started
         exits: list[tuple[int, float]] = [exit_ for status in statuses for exit_ in status.exits.values()]
         if detected is None and any(code for code, _ in exits):

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from autotune.cluster.gang import GangResult, run_gang
 from autotune.cluster.slots import Slot, make_slot, ray_session
+from autotune.errors import InfrastructureError, UserError
 from autotune.job import Job
 from trials.outcome import INFRASTRUCTURE
 from trials.record import TrialSpec
@@ -31,21 +32,32 @@ class SlotRunner:
         self._ranks_per_node = job.cluster.ranks_per_node
         launcher = job.cluster.launcher
         self._launcher = ("fork" if device == "cpu" else "exec") if launcher == "auto" else launcher
-        self._slot = self._make_slot()
+        self._slot: Slot | None = self._make_slot()
         self.world_size = self._slot.world_size
 
     def _make_slot(self) -> Slot:
         return make_slot(self.device, self._launcher, 1, self._ranks_per_node)
 
     def run(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
+        """One attempt.
+
+        Raises:
+            InfrastructureError: a slot was lost and none can be had in its place.
+        """
+        if self._slot is None:
+            try:
+                self._slot = self._make_slot()
+            except UserError as error:
+                raise InfrastructureError(f"a node was lost: {error.message}", error.hint) from error
         result = run_gang(self._slot, spec, log_dir, timeout_s)
         if result.outcome in INFRASTRUCTURE:
-            self._slot.close()
-            self._slot = self._make_slot()
+            self.close()  # and made anew at the next trial, once this one is recorded
         return result
 
     def close(self) -> None:
-        self._slot.close()
+        if self._slot is not None:
+            self._slot.close()
+            self._slot = None
 
 
 @contextmanager

@@ -55,6 +55,9 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address == "local":
+        # Ray would kill the agent, and the study's slot with it, for a trial's own use of the host's memory.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     import ray
 
     send_to_file("ray", log)

@@ -32,7 +32,7 @@ def takes_no_less_memory(knobs: Knobs, other: Knobs) -> bool:
         and knobs.micro_batch_size >= other.micro_batch_size
         and _keeps_no_less(knobs.activation_checkpointing, other.activation_checkpointing)
         and (not knobs.reshard_after_forward or other.reshard_after_forward)
-        and knobs.blocks_per_unit >= other.blocks_per_unit
+        and knobs.bucket_cap_mb >= other.bucket_cap_mb
         and (holds_unsharded_gradients(knobs) or not holds_unsharded_gradients(other))
         and (knobs.grad_accum_steps > 1 or other.grad_accum_steps == 1)
     )

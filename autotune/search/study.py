@@ -50,8 +50,6 @@ class Search:
         self._random = random.Random(seed)
         self._known: dict[Knobs, Told] = {}
         self._asked: dict[Knobs, optuna.Trial] = {}
-        self.num_free_answers = 0
-        """Proposals answered without a trial: measured already, or dominated by an out-of-memory."""
 
     @property
     def known(self) -> dict[Knobs, Told]:
@@ -66,7 +64,6 @@ class Search:
             if answer is None and knobs not in self._asked:
                 self._asked[knobs] = trial
                 return knobs
-            self.num_free_answers += 1
             if answer is None:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # being measured right now
             else:
@@ -92,7 +89,8 @@ class Search:
     def _answer_without_trial(self, knobs: Knobs) -> Told | None:
         if knobs in self._known:
             return self._known[knobs]
-        out_of_memory = [k for k, told in self._known.items() if told.outcome in OUT_OF_MEMORY]
+        # A host's memory goes to loader workers, which dominance does not compare.
+        out_of_memory = [k for k, told in self._known.items() if told.outcome is Outcome.OOM_DEVICE]
         cause = dominating_oom(knobs, out_of_memory)
         return self._known[cause] if cause is not None else None
 

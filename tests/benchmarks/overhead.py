@@ -127,7 +127,7 @@ def drivers_own_ms(runner: SlotRunner, folder: Path) -> float:
     job: Job = load_job("quickstart", ("model.preset=null", f"model.config={json.dumps(config)}", "budget.trials=8"))
     timed = TimedRunner(runner)
     prepare_folder(folder, job)
-    run = Run(job, folder, timed, LineScreen(Console(quiet=True)), folder)
+    run = Run(job, folder, timed, LineScreen(Console(quiet=True)))
     asked_s = 0.0
     take_survey = run._take_survey
 

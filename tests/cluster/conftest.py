@@ -52,7 +52,10 @@ FAULTY = """
                     os._exit(0)
                 if self.mode == "nan":
                     return super().loss(model, tokens) * float("nan")
-            return super().loss(model, tokens)
+            loss = super().loss(model, tokens)
+            if self.mode == "item":
+                print(loss.item())  # which a tensor on meta has not
+            return loss
 
 
     def make(seq_len, mode, config):

@@ -63,6 +63,20 @@ def test_a_factory_that_does_not_import_is_invalid_with_its_cause(
     assert "ModuleNotFoundError" in result.reason
 
 
+def test_what_cannot_be_counted_beside_the_measurement_is_told_and_the_measurement_stands(
+    runner: SlotRunner, texts: Path, tmp_path: Path
+) -> None:
+    result = runner.run(spec(texts, "item"), tmp_path, 120)
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.reports[0].hardware_flops_per_token is None
+    assert result.reports[0].block_times_s
+    (warning,) = result.reports[0].warnings
+    assert warning.startswith("HFU is not known: the FLOP count on meta failed")
+    survey = runner.run(spec(texts, "item", knobs=None, stage="survey"), tmp_path, 120).reports[0].survey
+    assert survey is not None
+    assert survey["flops_convention"] == "palm-matmul,full-attn", "the formula needs no count"
+
+
 def test_the_survey_tells_what_the_space_needs(runner: SlotRunner, texts: Path, tmp_path: Path) -> None:
     result = runner.run(spec(texts, knobs=None, stage="survey"), tmp_path, 120)
     found = result.reports[0].survey

@@ -130,7 +130,7 @@ def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path:
     )
     done = autotune("run", "job.yaml", cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "even the config that takes least does not fit" in done.stderr
+    assert "even the config that takes least ran out of memory" in done.stderr
     assert "raise the limit" in done.stderr
     assert {row["outcome"] for row in rows(tmp_path)} == {"oom_device"}
 
@@ -151,7 +151,7 @@ def test_what_only_a_rank_can_find_wrong_is_told_before_anything_is_spent(
     prepare_folder(tmp_path / "run", job)
     screen = LineScreen(Console(quiet=True))
     with pytest.raises(UserError, match=complaint):
-        Run(job, tmp_path / "run", runner, screen, tmp_path).go()
+        Run(job, tmp_path / "run", runner, screen).go()
     assert not list((tmp_path / "run").glob("history/*"))
 
 
@@ -171,7 +171,7 @@ def test_a_baseline_that_does_not_fit_gives_way_to_the_careful_default(runner: S
         )
     )
     prepare_folder(tmp_path / "run", job)
-    result = Run(job, tmp_path / "run", runner, LineScreen(Console()), tmp_path).go()
+    result = Run(job, tmp_path / "run", runner, LineScreen(Console())).go()
     stages = [(row["stage"], row["outcome"]) for row in rows(tmp_path)][:2]
     assert stages == [("baseline", "oom_device"), ("baseline", "ok")]
     assert result.baseline.knobs.micro_batch_size == 1
@@ -179,11 +179,16 @@ def test_a_baseline_that_does_not_fit_gives_way_to_the_careful_default(runner: S
 
 
 def test_a_baseline_that_crashes_ends_the_run_with_its_error(runner: SlotRunner, texts: Path, tmp_path: Path) -> None:
-    model = {"workload": "faulty_model:make", "config": {"mode": "raise", "config": CONFIG}, "seq_len": 32}
+    model = {
+        "workload": "faulty_model:make",
+        "import_path": str(texts),
+        "config": {"mode": "raise", "config": CONFIG},
+        "seq_len": 32,
+    }
     job = load_job(str(write_job(tmp_path, model=model)))
     prepare_folder(tmp_path / "run", job)
     with pytest.raises(InfrastructureError, match="no such thing"):
-        Run(job, tmp_path / "run", runner, LineScreen(Console(quiet=True)), texts).go()
+        Run(job, tmp_path / "run", runner, LineScreen(Console(quiet=True))).go()
     assert [row["outcome"] for row in rows(tmp_path)] == ["crashed"]
 
 

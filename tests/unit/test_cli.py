@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.folder import prepare_folder
+from autotune.folder import prepare_folder, sole_driver
 from autotune.job import load_job
 
 AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
@@ -81,6 +81,14 @@ def test_an_earlier_run_is_moved_aside_and_nothing_of_it_lost(tmp_path: Path) ->
     assert (tmp_path / "run.1" / "best.yaml").read_text() == "first"
     assert sorted(path.name for path in out.iterdir()) == ["job.yaml", "logs"]
     assert prepare_folder(out, job) == tmp_path / "run.2"
+
+
+def test_a_second_driver_on_one_folder_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+    with sole_driver(out), pytest.raises(UserError, match="another autotune is running"), sole_driver(out):
+        pytest.fail("two drivers on one folder")
+    with sole_driver(out):
+        pass
 
 
 def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:

@@ -133,3 +133,44 @@ def test_full_checkpointing_runs_less_than_the_rule_of_thumb_says() -> None:
     layers, width = workload.config.num_layers, workload.config.hidden_size
     rule_of_thumb = flops_per_token(matmul_params(on_meta(workload)), layers, width, SEQ_LEN, convention="8N+16Lds")
     assert counted("none") < counted("full") < rule_of_thumb
+
+
+class HeadByFunction(DecoderWorkload):
+    """A head that is no nn.Linear, which the formula does not see."""
+
+    def build_model(self) -> Decoder:
+        model = super().build_model()
+        weight = model.head.weight
+        del model.head
+        model.head = lambda x: torch.nn.functional.linear(x, weight)  # type: ignore[assignment]
+        model.head_weight = weight
+        return model
+
+
+def test_a_matmul_that_the_formula_misses_makes_the_count_stand() -> None:
+    plain, hidden = (cls(seq_len=SEQ_LEN, config=CONFIG) for cls in (DecoderWorkload, HeadByFunction))
+    with torch.device("meta"):
+        right, found = (model_flops(w, w.build_model(), SEQ_LEN) for w in (plain, hidden))
+    assert found.convention == COUNTED
+    assert found.per_token == right.per_token
+    assert found.per_token_causal == right.per_token_causal
+
+
+def test_a_loss_that_meta_cannot_run_leaves_the_formula() -> None:
+    class Reads(DecoderWorkload):
+        def loss(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            loss = super().loss(model, tokens)
+            loss.item()
+            return loss
+
+    class Unknown(Reads):
+        def attention_shapes(self) -> None:  # type: ignore[override]
+            return None
+
+    with torch.device("meta"):
+        known, unknown = (
+            model_flops(w, w.build_model(), SEQ_LEN)
+            for w in (cls(seq_len=SEQ_LEN, config=CONFIG) for cls in (Reads, Unknown))
+        )
+    assert known.convention == PALM_MATMUL.name
+    assert (unknown.per_token, unknown.convention) == (None, "not known")

@@ -52,8 +52,9 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
         ("model.config={}", "give either preset or config"),
         ("training.engines=[ddp]", "training.engines.0 = 'ddp'"),
         ("cluster.ranks_per_node=0", "cluster.ranks_per_node = 0: should be greater than 0"),
+        ("cluster.memory_limit_gib=a", "hint: Per rank. On CUDA the caching allocator's cap"),
         ("cluster.ranks_per_node=two", "cluster.ranks_per_node = 'two'"),
-        ("measure.min_steps=99", "min_steps = 99 is more than max_steps = 10"),
+        ("measure.min_steps=99", "min_steps = 99 is more than max_steps = 8"),
         ("training.reduce_dtype=bf16", "needs training.precision = bf16"),
     ],
 )
@@ -113,6 +114,22 @@ def test_data_paths_are_relative_to_the_job_file(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(QUICK | {"data": {"source": "texts"}}))
     assert load_job(str(path)).data.source == str(tmp_path / "texts")
+
+
+def test_a_users_module_is_looked_for_beside_the_job_from_wherever_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(QUICK | {"model": {"workload": "mine:make", "seq_len": 256}}))
+    job = load_job(str(path))
+    assert job.model.import_path == str(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.yaml").write_text(job.to_yaml())
+    assert load_job(str(tmp_path / "run" / "job.yaml")) == job
+
+
+def test_a_folder_with_a_shipped_jobs_name_is_not_in_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_job("quickstart").output == "runs/quickstart"
 
 
 def test_a_space_may_be_a_file_beside_the_job(tmp_path: Path) -> None:

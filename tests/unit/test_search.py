@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from autotune.search.feasible import dominating_oom, takes_no_less_memory
 from autotune.search.samplers import SAMPLERS, make_sampler
 from autotune.search.study import CONSTRAINT, Search, Told
-from autotune.space import SearchSpace
-from tests.unit.conftest import make_space
+from autotune.space import Facts, SearchSpace
+from tests.unit.conftest import make_job, make_space
 from trials.outcome import Outcome
 from trials.record import Knobs
 
@@ -30,7 +30,7 @@ def needs(knobs: Knobs) -> float:
     """A made-up memory that grows in every memory coordinate; the shape of a real one."""
     kept = {"none": 1.0, "selective_op": 0.6, "every_2": 0.55, "full": 0.2}[knobs.activation_checkpointing]
     held = knobs.grad_accum_steps > 1 and not knobs.sync_each_micro_batch
-    return knobs.micro_batch_size * kept + 0.2 * knobs.blocks_per_unit + held + (not knobs.reshard_after_forward)
+    return knobs.micro_batch_size * kept + 0.05 * knobs.bucket_cap_mb + held + (not knobs.reshard_after_forward)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -131,6 +131,25 @@ def test_dominance_knows_what_decides_memory(space: SearchSpace) -> None:
     held = config(micro_batch_size=4, grad_accum_steps=2, sync_each_micro_batch=False)
     assert takes_no_less_memory(held, config(micro_batch_size=4, grad_accum_steps=2))
     assert not takes_no_less_memory(config(micro_batch_size=4, grad_accum_steps=2), held)
+
+
+def test_dominance_compares_the_bytes_of_a_unit_and_not_the_count_of_its_blocks() -> None:
+    space = SearchSpace(make_job(), Facts("cpu", 4, (10.0, 10.0, 1.0, 1.0), 2))
+    small, large = (
+        space.canonical(Knobs(**{**space.baseline.to_dict(), "bucket_cap_mb": cap})) for cap in (10.0, 20.0)
+    )
+    assert small.blocks_per_unit == large.blocks_per_unit == 2
+    assert takes_no_less_memory(large, small)
+    assert not takes_no_less_memory(small, large)
+
+
+def test_a_host_out_of_memory_rules_out_nothing_but_itself(tmp_path: Path) -> None:
+    space = make_space()
+    search = Search(space, "random", seed=0, log=tmp_path / "optuna.log")
+    search.tell(space.baseline, Told(Outcome.OOM_HOST, None, 0.05))
+    asked = [search.ask() for _ in range(20)]
+    assert None not in asked
+    assert space.baseline not in asked
 
 
 def test_optunas_messages_go_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
