@@ -6,19 +6,22 @@ CONSTRAINTS := constraints.txt
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
-.PHONY: quickstart test test-ranks test-cluster lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
 
 test: $(DEV)  ## all tests that CI needs to pass; under 6 minutes on two cores
-	$(BIN)/python -m pytest tests --ignore=tests/benchmarks
+	$(BIN)/python -m pytest tests --ignore=tests/benchmarks --ignore=tests/faults
 
 test-ranks: $(DEV)  ## the conformance suite on real gloo ranks
 	$(BIN)/python -m pytest tests/ranks
 
 test-cluster: $(DEV)  ## real trials on a real local Ray
 	$(BIN)/python -m pytest tests/cluster
+
+test-faults: $(DEV)  ## runs that are killed, stopped and resumed; minutes
+	$(BIN)/python -m pytest tests/faults
 
 lint: $(DEV)
 	$(BIN)/ruff check .

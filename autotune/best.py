@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +12,9 @@ import yaml
 from autotune.errors import UserError
 from autotune.export.base import Best
 from autotune.report.text import gib, mfu_label, percent, rate
-from autotune.rows import Attempt, Study, workload_digest
+from autotune.rows import Attempt, Study
 from autotune.verdict import CONFIDENCE, Verdict
+from trials.files import write_whole
 from trials.record import Knobs
 
 HEADER = """\
@@ -41,11 +41,11 @@ class Evidence:
             return None if value is None else value * scale
 
         return {
-            "trial": attempt.spec.trial,
+            "trial": attempt.trial,
             "tokens_per_s_per_rank": scaled(measured),
-            "mfu": scaled(attempt.mfu),
+            "mfu": scaled(row.get("mfu")),
             "mfu_causal": scaled(row.get("mfu_causal")),
-            "hfu": scaled(attempt.hfu),
+            "hfu": scaled(row.get("hfu")),
             "allocated_gib": row.get("allocated_gib"),
             "reserved_gib": row.get("reserved_gib"),
         }
@@ -99,7 +99,7 @@ def best_content(
         "fingerprint": {
             "study_id": study.study_id,
             "space_hash": study.space_hash,
-            "workload_digest": workload_digest(best.attempt.spec),
+            "workload_digest": row["workload_digest"],
             "device_name": row.get("device_name"),
             "torch_version": row.get("torch_version"),
             "driver_version": row.get("driver_version"),
@@ -117,13 +117,8 @@ def _with_settings(evidence: Evidence) -> dict[str, Any]:
 
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all, so that a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w") as file:
-        file.write(HEADER + yaml.safe_dump(content, sort_keys=False))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    """Replaces best.yaml at once, so that a reader never sees half of it."""
+    write_whole(path, HEADER + yaml.safe_dump(content, sort_keys=False))
 
 
 def read_best(run: Path) -> dict[str, Any]:

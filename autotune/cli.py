@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def init(template: str, output: Path) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, e.g. budget.trials=8.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the run (default: the job's `output`).")
 @click.option("--trials", type=click.IntRange(min=1), help="Trials to explore (overrides budget.trials).")
-def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None) -> None:
+@click.option("--resume", is_flag=True, help="Go on with the run in that folder; nothing it finished is run again.")
+def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None, resume: bool) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
     from autotune.job import load_job
 
@@ -62,15 +64,15 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
     loaded = load_job(job, overrides)
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
-    _run(loaded, job)
+    _run(loaded, job, resume)
 
 
-def _run(loaded: Any, name: str) -> None:
+def _run(loaded: Any, name: str, resume: bool) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.cluster.runner import open_runner
-    from autotune.folder import prepare_folder, sole_driver
+    from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
     from autotune.report.tables import print_best
     from autotune.run import Run
@@ -80,12 +82,21 @@ def _run(loaded: Any, name: str) -> None:
     shown = _shown(out)
     screen = make_screen(console)
     with sole_driver(out):
-        moved = prepare_folder(out, loaded)
-        screen.message(f"autotune {__version__}: {name} -> {shown}")
+        if resume:
+            check_resumable(out, loaded)
+            moved = None
+        else:
+            moved = prepare_folder(out, loaded)
+        screen.message(f"autotune {__version__}: {name} -> {shown}{' (resumed)' if resume else ''}")
         if moved is not None:
             screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
-        with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
-            result = Run(loaded, out, runner, screen).go()
+        try:
+            with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
+                result = Run(loaded, out, runner, screen, resume).go()
+        except KeyboardInterrupt:
+            again = f"autotune run {_shown(out / 'job.yaml')} --resume"
+            click.echo(f"autotune: interrupted; the ranks are gone, the history is kept\nresume: {again}", err=True)
+            sys.exit(EXIT_INTERRUPTED)
     console.print()
     print_best(console, read_best(out))
     screen.message(
@@ -183,9 +194,21 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def _interrupt(number: int, _frame: Any) -> None:
+    """The first Ctrl-C, or SIGTERM of Slurm or Kubernetes, ends the run in order; the second ends it at once."""
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, _leave_at_once)
+    raise KeyboardInterrupt
+
+
+def _leave_at_once(_number: int, _frame: Any) -> None:
+    os._exit(EXIT_INTERRUPTED)  # the ranks die with what started them
+
+
 def main() -> NoReturn:
     """Runs the command line; errors meant for people are printed as such, with their exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         _refuse_foreign_packages()
         cli(standalone_mode=False)
@@ -196,7 +219,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("autotune: interrupted; the ranks are gone, and what was measured is in the run's history", err=True)
+        click.echo("autotune: interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(0)
 

@@ -6,11 +6,13 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from autotune.errors import UserError
-from autotune.job import Job
+from autotune.job import Job, load_job
+from trials.files import write_whole
 
 
 @contextlib.contextmanager
@@ -48,10 +50,44 @@ def prepare_folder(out: Path, job: Job) -> Path | None:
     try:
         moved = _move_aside(out)
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        (out / "job.yaml").write_text(job.to_yaml())
+        write_whole(out / "job.yaml", job.to_yaml())
     except OSError as error:
         raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
     return moved
+
+
+MAY_CHANGE = frozenset({"budget", "output"})
+"""Sections that a resumed run may have otherwise: they decide how long it goes on, not what it measures."""
+
+
+def check_resumable(out: Path, job: Job) -> None:
+    """Refuses to go on with another job's run.
+
+    Raises:
+        UserError: no run in `out`, or one of another job, with each difference.
+    """
+    path = out / "job.yaml"
+    if not path.exists():
+        raise UserError(f"{out}: no run there to resume", "start it without --resume")
+    then, now = (_leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
+    different = [
+        f"  {key}: was {then.get(key, 'absent')!r}, now {now.get(key, 'absent')!r}"
+        for key in sorted(then.keys() | now.keys())
+        if key.partition(".")[0] not in MAY_CHANGE and then.get(key) != now.get(key)
+    ]
+    if different:
+        raise UserError(
+            "\n".join([f"{out} holds the run of another job:", *different]),
+            f"resume it as it was (autotune run {path} --resume), or start anew without --resume",
+        )
+    write_whole(path, job.to_yaml())
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _move_aside(out: Path) -> Path | None:

@@ -6,13 +6,15 @@ a dot (which readers skip), synced, renamed.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from trials.files import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -119,13 +121,10 @@ class History:
             raise ValueError(f"no such fields in the history's schema: {sorted(unknown)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"trial-{row['trial']:04d}-attempt-{row['attempt']}.parquet"
-        aside, path = self.folder / f".{name}", self.folder / name
-        table = pa.Table.from_pylist([row], schema=SCHEMA)
-        with aside.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
+        path = self.folder / name
+        whole = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), whole, compression="zstd")
+        write_whole(path, whole.getvalue())
         return path
 
     def rows(self) -> tuple[list[dict[str, Any]], list[str]]:

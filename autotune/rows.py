@@ -69,34 +69,58 @@ class Study:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt, measured and judged."""
+    """One attempt, measured and judged; made from its row, whether that was written now or in an earlier life."""
 
-    spec: TrialSpec
+    trial: int
+    stage: str
     knobs: Knobs
     outcome: Outcome
     reason: str
     told: Told
-    tokens_per_s_per_rank: float | None
-    mfu: float | None
-    hfu: float | None
     memory_gib: float | None
     """On the scale that the limit judges."""
     row: dict[str, Any]
-    warnings: tuple[str, ...] = ()
-    """What could not be found out beside the measurement."""
+
+    @property
+    def tokens_per_s_per_rank(self) -> float | None:
+        return self.told.tokens_per_s_per_rank
 
     @property
     def is_feasible(self) -> bool:
         return self.outcome is Outcome.OK and self.told.memory_over_limit <= 0
 
 
-def judge(spec: TrialSpec, result: GangResult, study: Study, log_path: str, round_number: int | None = None) -> Attempt:
-    """An attempt from all its ranks' reports: slowest rank for time, worst rank for memory."""
+def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
+    """Judges a row of the history against the limits."""
+    outcome = Outcome(row["outcome"])
+    used = row.get("reserved_gib") if limits.device == "cpu" else row.get("allocated_gib")
+    over = 0.0
+    if outcome is Outcome.OK:
+        assert used is not None
+        over = limits.over_limit(used)
+        if row["alloc_retries"] and over <= 0:
+            over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
+    elif outcome in OUT_OF_MEMORY:
+        over = limits.least_oom_over_limit
+    return Attempt(
+        trial=row["trial"],
+        stage=row["stage"],
+        knobs=Knobs.from_dict(row["knobs"]),
+        outcome=outcome,
+        reason=row["reason"],
+        told=Told(outcome, row.get("tokens_per_s_per_rank"), over),
+        memory_gib=used,
+        row=row,
+    )
+
+
+def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str) -> dict[str, Any]:
+    """An attempt's row, from all its ranks' reports: slowest rank for time, worst rank for memory."""
     knobs = spec.knobs
     assert knobs is not None
-    model, peak, limits = study.model, study.peak, study.limits
-    row = _identity(spec, result, study.study_id, log_path, round_number) | {
-        "limit_gib": limits.limit_gib,
+    model, peak = study.model, study.peak
+    row = _identity(spec, result, study.study_id, log_path) | {
+        "limit_gib": study.limits.limit_gib,
         "peak_tflops_per_s": peak.tflops_per_s,
         "peak_dtype": peak.dtype,
         "peak_source": peak.source,
@@ -104,36 +128,12 @@ def judge(spec: TrialSpec, result: GangResult, study: Study, log_path: str, roun
         "flops_convention": model.flops_convention,
     }
     row |= _environment(list(result.reports.values()))
-    if result.outcome is not Outcome.OK:
-        over = limits.least_oom_over_limit if result.outcome in OUT_OF_MEMORY else 0.0
-        told = Told(result.outcome, None, over)
-        return Attempt(spec, knobs, result.outcome, result.reason, told, None, None, None, None, row)
-    speed = _speed(spec, knobs, result.reports, model, peak)
-    memory = _memory(result.reports)
-    row |= speed | memory
-    used = memory["reserved_gib"] if limits.device == "cpu" else memory["allocated_gib"]
-    over = limits.over_limit(used)
-    if memory["alloc_retries"] and over <= 0:
-        over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
-    told = Told(Outcome.OK, speed["tokens_per_s_per_rank"], over)
-    return Attempt(
-        spec,
-        knobs,
-        Outcome.OK,
-        "",
-        told,
-        speed["tokens_per_s_per_rank"],
-        speed["mfu"],
-        speed["hfu"],
-        used,
-        row,
-        tuple(dict.fromkeys(warning for report in result.reports.values() for warning in report.warnings)),
-    )
+    if result.outcome is Outcome.OK:
+        row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports)
+    return row
 
 
-def _identity(
-    spec: TrialSpec, result: GangResult, study_id: str, log_path: str, round_number: int | None
-) -> dict[str, Any]:
+def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str) -> dict[str, Any]:
     assert spec.knobs is not None
     applied = next((report.applied for report in result.reports.values() if report.applied), None)
     return {
@@ -141,7 +141,7 @@ def _identity(
         "trial": spec.trial,
         "attempt": spec.attempt,
         "stage": spec.stage,
-        "round": round_number,
+        "round": spec.round,
         "spec_digest": spec.digest(),
         "started_at": datetime.fromtimestamp(result.started_at, UTC),
         "ended_at": datetime.fromtimestamp(result.ended_at, UTC),
@@ -197,9 +197,7 @@ def _environment(reports: list[RankReport]) -> dict[str, Any]:
     }
 
 
-def _speed(
-    spec: TrialSpec, knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak: Peak
-) -> dict[str, Any]:
+def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak: Peak) -> dict[str, Any]:
     first = reports[0]
     tokens_per_step = first.micro_batch_tokens * knobs.grad_accum_steps
     step_s = mean_step_s(first.block_times_s, first.block_steps)

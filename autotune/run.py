@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import yaml
 
 from autotune.best import Evidence, best_content, write_best
-from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
-from autotune.errors import InfrastructureError, NothingFitsError, UserError
-from autotune.hardware import peak_for
-from autotune.history import History
+from autotune.errors import InfrastructureError, NothingFitsError
 from autotune.job import Job
-from autotune.rows import GIB, Attempt, Limits, ModelFacts, Study, judge
+from autotune.measuring import Listener, Measurer
+from autotune.rows import Attempt
 from autotune.search.study import Search
-from autotune.space import Facts, SearchSpace
+from autotune.survey import FILE_NAME as STUDY_FILE
+from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
-from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
-from trials.record import Knobs, Measure, TrialSpec
+from trials.outcome import OUT_OF_MEMORY, Outcome
+from trials.record import Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
-MAX_RETRIES = 2
-"""Attempts after the first, for outcomes that say nothing about the config."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
 OVERHEAD_S = 2.5
 """Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
-
-
-class Listener(Protocol):
-    """What the screen is told."""
-
-    def message(self, text: str) -> None: ...
-
-    def baseline_known(self, knobs: Knobs, num_configs: int) -> None: ...
-
-    def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None: ...
-
-    def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None: ...
 
 
 @dataclass
@@ -73,30 +54,21 @@ class Run:
 
     Args:
         out: made by `prepare_folder`.
+        resume: take up the run that is in `out`; nothing that it finished is run again.
     """
 
     job: Job
     out: Path
     runner: Runner
     listener: Listener
+    resume: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._started = self.clock()
-        self._history = History(self.out / "history")
-        self._next_trial = 0
-        self._hardware_flops: dict[str, float] = {}  # by checkpointing mode
-        self._tracked_bytes: dict[Knobs, int] = {}
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
-        self._warned: set[str] = set()
-        self._mean_trial_s: float | None = None
-        self._trials_left = self._planned_trials()
-
-    def _planned_trials(self) -> int:
-        measure = self.job.measure
-        return 1 + self.job.budget.trials + measure.num_finalists + 1 + 2 * measure.rounds
 
     # --- the stages -------------------------------------------------------------------------------------------
 
@@ -104,89 +76,46 @@ class Run:
         """Runs every stage.
 
         Raises:
-            UserError: the workload or its data are wrong.
+            UserError: the workload or its data are wrong; a run that is resumed had another space.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
-        self._survey()
+        self._prepare()
         reference = self._measure_baseline()
         self._explore()
         return self._decide(reference)
 
-    def _survey(self) -> None:
-        spec = self._spec(None, "survey")
-        folder = self._log_folder("survey")
-        result = self.runner.run(spec, folder, self.job.measure.trial_timeout_s)
-        if result.outcome is Outcome.INVALID:
-            raise UserError(result.reason, f"the traceback is in {folder}/rank-{result.failed_rank}.log")
-        if result.outcome is not Outcome.OK:
-            raise InfrastructureError(
-                f"the survey of model and machine failed ({result.outcome}): {result.reason}", f"see {folder}"
-            )
-        self._take_survey(result)
-
-    def _take_survey(self, result: GangResult) -> None:
-        found = result.reports[0].survey
-        assert found is not None
-        probes = [r.survey.get("cpu_peak_tflops_per_s") for r in result.reports.values() if r.survey]
-        cpu_probe = sum(p for p in probes if p) / len(probes) if all(probes) else None
-        device_name = result.reports[0].device_name
-        peak = peak_for(
-            device_name,
-            self.job.training.precision,
-            sm_count=found.get("sm_count"),
-            given_tflops_per_s=self.job.cluster.peak_tflops_per_s,
-            cpu_probe_tflops_per_s=cpu_probe,
-        )
-        self.space = SearchSpace(
-            self.job,
-            Facts(self.runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"]),
-        )
-        limits_gib = (self.job.cluster.memory_limit_gib, found.get("device_memory_gib"))
-        self.study = Study(
-            study_id=uuid.uuid4().hex[:12],
-            job=self.job,
-            model=ModelFacts(**{name: found[name] for name in ModelFacts.__dataclass_fields__}),
-            peak=peak,
-            limits=Limits(
-                self.runner.device,
-                min((gib for gib in limits_gib if gib is not None), default=None),
-                self.job.cluster.memory_headroom,
-            ),
-            space_hash=self.space.hash,
-            world_size=self.runner.world_size,
-        )
-        self.search = Search(self.space, self.job.sampler, self.job.seed, self.out / "logs" / "optuna.log")
-        self._write_study(device_name, found)
-        self.listener.message(self._describe(device_name, found))
+    def _prepare(self) -> None:
+        known = self.resume and (self.out / STUDY_FILE).exists()
+        survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
+        self.study, self.space = survey.study, survey.space
+        self.listener.message(survey.describe())
+        self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
+        self.measurer.trials_left = self._planned_trials()
+        for line in self.measurer.recall() if self.resume else []:
+            self.listener.message(f"  skipped {line}")
         self.listener.message(f"  estimate: {self._estimate()}")
+        # Reseeded when resumed: else the sampler would draw again what it drew at first.
+        seed = self.job.seed + len(self.measurer.begun("explore"))
+        self.search = Search(self.space, self.job.sampler, seed, self.out / "logs" / "optuna.log")
 
-    def _describe(self, device_name: str, found: dict[str, Any]) -> str:
-        peak, limits, model = self.study.peak, self.study.limits, self.study.model
-        known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
-        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
-        limit = f"{limits.limit_gib:.3g} GiB per rank" if limits.limit_gib else "none"
-        batch = self.job.global_batch_size
-        return (
-            f"  model: {model.num_params / 1e6:.1f} M parameters, {found['num_blocks']} blocks, "
-            f"{flops} [{model.flops_convention}]\n"
-            f"  global batch: {batch} sequences = {batch * self.job.model.seq_len:,} tokens per optimizer step\n"
-            f"  device: {device_name}, {self.runner.world_size} ranks; peak: {known}\n"
-            f"  memory limit: {limit}, {limits.headroom:.0%} of it kept free"
-        )
+    def _planned_trials(self) -> int:
+        return 1 + self.job.budget.trials + self._deciding_trials()
+
+    def _deciding_trials(self) -> int:
+        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds
 
     def _estimate(self) -> str:
-        measure = self.job.measure
-        flops = self.study.model.flops_per_token
+        measure, flops = self.job.measure, self.study.model.flops_per_token
         if self.study.peak.tflops_per_s is None or flops is None:
             return "known once the baseline has run"
         tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
         step_s = tokens * flops / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
         steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
-        self._mean_trial_s = OVERHEAD_S + steps * step_s
-        total_s = self._planned_trials() * self._mean_trial_s
+        self.measurer.mean_trial_s = OVERHEAD_S + steps * step_s
+        left = self._planned_trials() - self.measurer.num_finished
         return (
-            f"about {total_s / 60:.0f} min for {self._planned_trials()} runs of a trial "
+            f"about {left * self.measurer.mean_trial_s / 60:.0f} min for {left} runs of a trial "
             f"({step_s:.2g} s a step, assuming half the peak); refined as trials end"
         )
 
@@ -232,23 +161,22 @@ class Run:
         )
 
     def _explore(self) -> None:
-        for _ in range(self.job.budget.trials):
+        proposals = itertools.chain(self.measurer.begun("explore"), iter(self.search.ask, None))
+        for number, knobs in enumerate(proposals):
+            self._trial(knobs, "explore")
+            if number + 1 == self.job.budget.trials:
+                return
             if self._out_of_time():
                 self.listener.message("  budget.minutes is used up: on to the finalists")
-                break
-            knobs = self.search.ask()
-            if knobs is None:
-                self.listener.message("  every config worth a trial has been tried")
-                break
-            self._trial(knobs, "explore")
+                return
+        self.listener.message("  every config worth a trial has been tried")
 
     def _out_of_time(self) -> bool:
         minutes = self.job.budget.minutes
         return minutes is not None and self.clock() - self._started > 60 * minutes
 
     def _decide(self, reference: Attempt) -> RunResult:
-        measure = self.job.measure
-        self._trials_left = measure.num_finalists + 1 + 2 * measure.rounds
+        self.measurer.trials_left = self._deciding_trials()
         for candidate in self._finalists(reference):
             ours, theirs = self._rounds(candidate, reference)
             if len(ours) >= MIN_ROUNDS:
@@ -279,7 +207,9 @@ class Run:
         for number in range(self.job.measure.rounds):
             # Alternate who goes first, so that what drifts steadily favours neither.
             pair = (candidate, reference) if number % 2 == 0 else (reference, candidate)
-            again = {attempt.knobs: self._trial(attempt.knobs, "round", number) for attempt in pair}
+            # Half a pair from before an interruption is none: the two must run one right after the other.
+            anew = not all(self.measurer.has("round", attempt.knobs, number) for attempt in pair)
+            again = {attempt.knobs: self._trial(attempt.knobs, "round", number, anew) for attempt in pair}
             if again[candidate.knobs].outcome is not Outcome.OK:
                 return [], []
             if again[reference.knobs].outcome is Outcome.OK:
@@ -309,15 +239,10 @@ class Run:
         self._write_best(best, reference, best_rate, baseline_rate, verdict, complete=True)
         return result
 
-    # --- one trial --------------------------------------------------------------------------------------------
+    # --- one trial, and what is written of it -----------------------------------------------------------------
 
-    def _trial(self, knobs: Knobs, stage: str, round_number: int | None = None) -> Attempt:
-        """Measures a config; tries again what says nothing about it. Recorded before anything else happens."""
-        spec = self._spec(knobs, stage)
-        for number in range(MAX_RETRIES + 1):
-            attempt = self._attempt(replace(spec, attempt=number), round_number)
-            if attempt.outcome not in INFRASTRUCTURE:
-                break
+    def _trial(self, knobs: Knobs, stage: str, round_number: int | None = None, anew: bool = False) -> Attempt:
+        attempt = self.measurer.measure(knobs, stage, round_number, anew)
         if stage in ("baseline", "explore"):
             self.search.tell(knobs, attempt.told)
             self._attempts.append(attempt)
@@ -326,103 +251,8 @@ class Run:
                 self._write_best(attempt, self._attempts[0], complete=False)
         elif attempt.outcome is not Outcome.OK:
             self._failed_again.add(knobs)
-        for warning in attempt.warnings:
-            self._warn_once(warning)
-        self._trials_left -= 1
         self.listener.trial_ended(attempt, self._best)
-        if attempt.outcome in INFRASTRUCTURE:
-            raise InfrastructureError(
-                f"trial {spec.trial} ended in {attempt.outcome} {MAX_RETRIES + 1} times: {attempt.reason}",
-                "the history holds all that was measured",
-            )
         return attempt
-
-    def _warn_once(self, warning: str) -> None:
-        if warning not in self._warned:
-            self._warned.add(warning)
-            self.listener.message(f"  {warning}")
-
-    def _attempt(self, spec: TrialSpec, round_number: int | None) -> Attempt:
-        self.listener.trial_started(spec, self._remaining_s())
-        folder = self._log_folder(f"trial-{spec.trial:04d}")
-        began, wall_began = self.clock(), time.time()
-        try:
-            result = self.runner.run(spec, folder, self.job.measure.trial_timeout_s)
-        except KeyboardInterrupt:
-            result = GangResult(Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], wall_began, time.time())
-            self._record(spec, result, folder, round_number)
-            raise
-        attempt = self._record(spec, result, folder, round_number)
-        self._note_time(self.clock() - began)
-        hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
-        if hardware is not None:
-            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
-        if allocated is not None:
-            self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
-        return attempt
-
-    def _record(self, spec: TrialSpec, result: GangResult, folder: Path, round_number: int | None) -> Attempt:
-        log_path = str(folder.relative_to(self.out))
-        attempt = judge(spec, result, self.study, log_path, round_number)
-        self._history.append(attempt.row)
-        return attempt
-
-    def _spec(self, knobs: Knobs | None, stage: str) -> TrialSpec:
-        job, measure = self.job, self.job.measure
-        number = self._next_trial if knobs is not None else -1
-        self._next_trial += knobs is not None
-        ranks = self.runner.world_size
-        return TrialSpec(
-            trial=number,
-            stage=stage,
-            workload=job.model.workload,
-            model=job.model.factory_arguments(),
-            seq_len=job.model.seq_len,
-            data=job.data.model_dump(),
-            global_batch_size=job.global_batch_size // job.batch.target_world_size * ranks,
-            precision=job.training.precision,
-            reduce_dtype=job.reduce_dtype,
-            optimizer=job.training.optimizer.model_dump(mode="json"),
-            world_size=ranks,
-            device=self.runner.device,
-            seed=job.seed,
-            measure=Measure(measure.warmup_steps, measure.min_steps, measure.max_steps, measure.rel_ci),
-            knobs=knobs,
-            memory_limit_gib=job.cluster.memory_limit_gib,
-            process_group_timeout_s=measure.trial_timeout_s,
-            import_paths=(job.model.import_path,) if job.model.import_path else (),
-            hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing) if knobs else None,
-            tracked_bytes=self._tracked_bytes.get(knobs) if knobs else None,
-        )
-
-    def _log_folder(self, name: str) -> Path:
-        folder = self.out / "logs" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _note_time(self, seconds: float) -> None:
-        before = self._mean_trial_s
-        self._mean_trial_s = seconds if before is None else 0.7 * before + 0.3 * seconds
-
-    def _remaining_s(self) -> float | None:
-        return None if self._mean_trial_s is None else self._mean_trial_s * max(self._trials_left, 0)
-
-    # --- what is written --------------------------------------------------------------------------------------
-
-    def _write_study(self, device_name: str, found: dict[str, Any]) -> None:
-        content = {
-            "study_id": self.study.study_id,
-            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "space_hash": self.space.hash,
-            "candidates": {name: list(values) for name, values in self.space.candidates.items()},
-            "micro_batch_and_accumulation": [list(pair) for pair in self.space.pairs.items()],
-            "baseline": self.space.baseline.to_dict(),
-            "device_name": device_name,
-            "world_size": self.runner.world_size,
-            "peak": asdict(self.study.peak),
-            "model": found,
-        }
-        (self.out / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
     def _write_best(
         self,

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from trials import data, flops, memory, survey, timing, wrap
+from trials.files import write_whole
 from trials.lifeline import die_with_parent
 from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialError, classify_exception
 from trials.record import Knobs, RankReport, TrialSpec
@@ -285,20 +286,10 @@ def run_rank(order: dict[str, Any]) -> NoReturn:
         sys.stderr.write(report.error)
         code = EXIT_OOM if outcome in OUT_OF_MEMORY else EXIT_FAILED
     rank.enter(rank.report.phase)
-    write_report(Path(order["report"]), rank.report)
+    write_whole(Path(order["report"]), rank.report.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def write_report(path: Path, report: RankReport) -> None:
-    """Whole or not at all: written aside, synced, renamed."""
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w") as file:
-        file.write(report.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ class TrialSpec:
     seed: int
     measure: Measure
     knobs: Knobs | None
+    round: int | None = None
+    """Number of the interleaved round, in stage `round`."""
     attempt: int = 0
     memory_limit_gib: float | None = None
     """Limit per rank: of the CUDA caching allocator, or on CPU of the data segment's growth (RLIMIT_DATA)."""
@@ -157,8 +159,10 @@ class TrialSpec:
     def digest(self) -> str:
         """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
         values = dataclasses.asdict(self)
-        for label in ("trial", "stage", "attempt", "hardware_flops_per_token", "tracked_bytes", "import_paths"):
+        for label in ("trial", "stage", "round", "attempt", "import_paths"):
             del values[label]
+        for known_already in ("hardware_flops_per_token", "tracked_bytes"):
+            del values[known_already]
         return digest(values)
 
 

@@ -39,6 +39,11 @@ class GangResult:
     detected_s: float | None = None
     """Seconds from the start of the gang to the first sign of failure."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """What ranks could not find out beside the measurement; each once."""
+        return list(dict.fromkeys(warning for report in self.reports.values() for warning in report.warnings))
+
 
 def run_gang(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
     """Runs one trial on a slot and waits until none of its processes is left.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +70,11 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     try:
         # Ray puts the driver's folder on its workers' sys.path, where a user's own trials/ would hide ours: the log
         # folder holds no modules.
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         with contextlib.chdir(log.parent):
             ray.init(**options)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray takes it, and would leave without a word
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise InfrastructureError(
             f"Ray did not start (cluster.address = {address!r}): {error}",

@@ -63,6 +63,8 @@ class _Base:
 class LineScreen(_Base):
     """One plain line a trial: for logs and pipes."""
 
+    _remaining_s: float | None = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -75,7 +77,7 @@ class LineScreen(_Base):
         self._remaining_s = remaining_s
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
-        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.spec.stage))
+        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
         left = f"{duration(self._remaining_s)} left" if self._remaining_s is not None else ""
         self.message(
             f"{cells['trial']:>4}  {cells['stage']:<8}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
@@ -108,7 +110,7 @@ class LiveScreen(_Base):
         self._now = (spec, time.monotonic(), remaining_s)
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
-        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.spec.stage))
+        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
         self._label = cells["mfu_label"]
         self._rows.append(cells)
 
@@ -149,14 +151,14 @@ def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, s
     if attempt.outcome is Outcome.OK and not attempt.is_feasible:
         outcome = "over headroom"
     return {
-        "trial": str(attempt.spec.trial),
-        "stage": attempt.spec.stage,
+        "trial": str(attempt.trial),
+        "stage": attempt.stage,
         "outcome": outcome,
         "rate": rate(attempt.tokens_per_s_per_rank),
-        "mfu": percent(attempt.mfu),
+        "mfu": percent(attempt.row.get("mfu")),
         "mfu_label": mfu_label(attempt.row.get("peak_source")),
         "memory": gib(attempt.memory_gib),
         "best": rate(best.tokens_per_s_per_rank if best else None),
         "settings": settings,
-        "is_best": "yes" if best is not None and best.spec.trial == attempt.spec.trial else "",
+        "is_best": "yes" if best is not None and best.trial == attempt.trial else "",
     }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import textwrap
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ from autotune.cluster.runner import SlotRunner
 from autotune.cluster.slots import ray_session
 from tests.unit.conftest import make_job
 from trials.record import Knobs, Measure, TrialSpec
+
+MARK = uuid.uuid4().hex
+os.environ["AUTOTUNE_TESTS"] = MARK  # inherited by all that is started here
 
 CONFIG = {
     "vocab_size": 256,
@@ -141,10 +147,13 @@ def write_job(folder: Path, **sections: Any) -> Path:
 
 
 def rank_processes() -> set[int]:
-    """Every process that is a rank, a DataLoader worker of one, or a fork server."""
+    """Every rank, DataLoader worker of one, or fork server that these tests started; not those of another run."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = " ".join(process.info["cmdline"] or [])
-        if "trials.forkserver" in command or "trials.entry" in command:
-            found.add(process.pid)
+        if "trials.forkserver" not in command and "trials.entry" not in command:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("AUTOTUNE_TESTS") == MARK:
+                found.add(process.pid)
     return found

@@ -1,0 +1,143 @@
+"""The first job of a run, which measures no config: model sizes, device, peak. Kept in study.yaml for a resumed run."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autotune.cluster.gang import GangResult
+from autotune.cluster.runner import Runner
+from autotune.errors import InfrastructureError, UserError
+from autotune.hardware import Peak, peak_for
+from autotune.job import Job
+from autotune.measuring import make_spec
+from autotune.rows import Limits, ModelFacts, Study
+from autotune.space import Facts, SearchSpace
+from trials.files import write_whole
+from trials.outcome import Outcome
+
+FILE_NAME = "study.yaml"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a run knows before its first trial."""
+
+    study: Study
+    space: SearchSpace
+    device_name: str
+    num_blocks: int
+
+    def describe(self) -> str:
+        """For the screen: model, batch, device, peak and limit, with units."""
+        job, peak, limits, model = self.study.job, self.study.peak, self.study.limits, self.study.model
+        known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
+        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
+        limit = f"{limits.limit_gib:.3g} GiB per rank" if limits.limit_gib else "none"
+        batch = job.global_batch_size
+        return (
+            f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
+            f"{flops} [{model.flops_convention}]\n"
+            f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
+            f"  device: {self.device_name}, {self.study.world_size} ranks; peak: {known}\n"
+            f"  memory limit: {limit}, {limits.headroom:.0%} of it kept free"
+        )
+
+
+def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
+    """Runs the survey and writes study.yaml.
+
+    Raises:
+        UserError: the workload or its data are wrong.
+        InfrastructureError: it failed for another reason.
+    """
+    folder = out / "logs" / "survey"
+    folder.mkdir(parents=True, exist_ok=True)
+    result = runner.run(make_spec(job, runner, None, "survey", -1), folder, job.measure.trial_timeout_s)
+    if result.outcome is Outcome.INVALID:
+        raise UserError(result.reason, f"the traceback is in {folder}/rank-{result.failed_rank}.log")
+    if result.outcome is not Outcome.OK:
+        raise InfrastructureError(
+            f"the survey of model and machine failed ({result.outcome}): {result.reason}", f"see {folder}"
+        )
+    content = _content(job, result)
+    survey = _from_content(job, runner, content)
+    content["space_hash"] = survey.space.hash
+    content["candidates"] = {name: list(values) for name, values in survey.space.candidates.items()}
+    content["baseline"] = survey.space.baseline.to_dict()
+    write_whole(out / FILE_NAME, yaml.safe_dump(content, sort_keys=False))
+    return survey
+
+
+def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
+    """The survey of a run that is resumed: its peak is that of its earlier trials.
+
+    Raises:
+        UserError: study.yaml is not ours, or the job now makes another space, or the ranks are others.
+    """
+    path = out / FILE_NAME
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        survey = _from_content(job, runner, content)
+        space_hash, world_size = content["space_hash"], content["world_size"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "start anew without --resume") from error
+    if survey.space.hash != space_hash:
+        now, then = survey.space.candidates, content["candidates"]
+        different = [
+            f"{name}: {then.get(name)} -> {list(now[name])}" for name in now if list(now[name]) != then.get(name)
+        ]
+        raise UserError(
+            f"{path}: the search space is another one now: {'; '.join(different) or 'the batch or baseline changed'}",
+            "an index into changed candidates would mean another value: start anew without --resume",
+        )
+    if world_size != runner.world_size:
+        raise UserError(
+            f"{path}: measured on {world_size} ranks, now {runner.world_size}", "start anew without --resume"
+        )
+    return survey
+
+
+def _content(job: Job, result: GangResult) -> dict[str, Any]:
+    found = result.reports[0].survey
+    assert found is not None
+    device_name = result.reports[0].device_name
+    probes = [report.survey.get("cpu_peak_tflops_per_s") for report in result.reports.values() if report.survey]
+    known = [probe for probe in probes if probe]
+    peak = peak_for(
+        device_name,
+        job.training.precision,
+        sm_count=found.get("sm_count"),
+        given_tflops_per_s=job.cluster.peak_tflops_per_s,
+        cpu_probe_tflops_per_s=sum(known) / len(known) if known else None,
+    )
+    return {
+        "study_id": uuid.uuid4().hex[:12],
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device_name": device_name,
+        "world_size": len(result.reports),
+        "peak": asdict(peak),
+        "model": found,
+    }
+
+
+def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
+    found = content["model"]
+    facts = Facts(runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"])
+    space = SearchSpace(job, facts)
+    limits_gib = [gib for gib in (job.cluster.memory_limit_gib, found.get("device_memory_gib")) if gib is not None]
+    study = Study(
+        study_id=content["study_id"],
+        job=job,
+        model=ModelFacts(**{name: found[name] for name in ModelFacts.__dataclass_fields__}),
+        peak=Peak(**content["peak"]),
+        limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
+        space_hash=space.hash,
+        world_size=runner.world_size,
+    )
+    return Survey(study, space, content["device_name"], found["num_blocks"])

@@ -1,0 +1,16 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes aside under a name that starts with a dot, syncs, renames: a reader never sees half a file."""
+    aside = path.with_name(f".{path.name}")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
