@@ -113,6 +113,8 @@ class RankEnd:
     error_type: str = ""
     ended_s: float = float("inf")
     """Seconds after the start of the gang."""
+    state: str = ""
+    """Of a rank that was still running: sleeping, running, stopped, ... as the kernel says."""
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -145,8 +147,10 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
             return end.outcome, end.reason, end.rank
     own = [end for end in failed if end.exit_code is not None and not _is_echo(end)]
     if timed_out and not own:
-        stuck = next((end.rank for end in ends if end.exit_code is None), None)
-        return Outcome.TIMEOUT, f"no end after {timeout_s:.0f} s", stuck
+        running = [end for end in ends if end.exit_code is None]
+        stuck = next((end.rank for end in running if end.state == "stopped"), running[0].rank if running else None)
+        states = ", ".join(f"rank {end.rank} {end.state}" for end in running if end.state)
+        return Outcome.TIMEOUT, f"no end after {timeout_s:.0f} s" + (f": {states}" if states else ""), stuck
     if failed:
         cause = own[0] if own else failed[0]
         reason = cause.reason or f"rank {cause.rank} {describe_exit(cause.exit_code)} and left no report"

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups
+from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups, process_state
 
-LOG_TAIL_BYTES = 64 * 1024
+LOG_KEEP_BYTES = 1024 * 1024
+"""Kept of each end of a log that is longer than twice this."""
 
 
 @dataclass
@@ -35,6 +36,8 @@ class NodeRecord:
     """JSON of each rank that wrote a report."""
     logs: dict[int, str] = field(default_factory=dict)
     """End of each rank's output, if it could not be written to the driver's folder directly."""
+    states: dict[int, str] = field(default_factory=dict)
+    """What each rank that had to be killed was doing, as the kernel says: sleeping, stopped, ..."""
     leftover_pids: list[int] = field(default_factory=list)
     """Processes that could not be ended."""
 
@@ -102,20 +105,21 @@ class NodeAgent:
     def finish(self) -> NodeRecord:
         """Ends whatever the gang left, DataLoader workers included, and hands over its reports."""
         ended_s = time.monotonic() - self._started
-        leaders = list(self._pids.values())
-        leftover = kill_groups(leaders)
+        states = {rank: process_state(pid) for rank, pid in self._pids.items() if rank not in self._exits}
+        leftover = kill_groups(list(self._pids.values()))
         exits: dict[int, tuple[int | None, float]] = {
             rank: self._exits.get(rank, (None, ended_s)) for rank in self._pids
         }
         self._launcher.ended(0.0)  # the ranks just killed
-        record = NodeRecord(exits, {}, {}, leftover)
+        record = NodeRecord(exits, {}, {}, states, leftover)
         for rank in self._pids:
             path = self._report_path(rank)
             if path.exists():
                 record.reports[rank] = path.read_text()
                 path.unlink()
+            shorten(self._logs[rank])
             if rank in self._remote_log and self._logs[rank].exists():
-                record.logs[rank] = _tail(self._logs[rank])
+                record.logs[rank] = self._logs[rank].read_text(errors="replace")
                 self._logs[rank].unlink()
         self._pids = {}
         return record
@@ -129,10 +133,16 @@ class NodeAgent:
         return self._scratch / f"rank-{rank}.json"
 
 
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
+def shorten(log: Path, keep_bytes: int = LOG_KEEP_BYTES) -> None:
+    """Cuts the middle out of a log that a rank has flooded; its beginning and its end are what people read."""
+    if not log.exists() or log.stat().st_size <= 2 * keep_bytes:
+        return
+    with log.open("rb+") as file:
+        file.seek(-keep_bytes, 2)
+        end = file.read()
+        file.seek(keep_bytes)
+        file.write(b"\n... cut out here by autotune: the rank printed too much ...\n" + end)
+        file.truncate()
 
 
 def as_actor() -> Any:

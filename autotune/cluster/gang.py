@@ -6,7 +6,6 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autotune.cluster.agent import NodeRecord, NodeStatus
 from autotune.cluster.slots import Slot
@@ -140,7 +139,7 @@ def _conclude(
             report = RankReport.from_json(record.reports[rank]) if rank in record.reports else None
             if report is not None:
                 reports[rank] = report
-            ends.append(_rank_end(rank, exit_code, ended_s, report))
+            ends.append(_rank_end(rank, exit_code, ended_s, report, record.states.get(rank, "")))
     outcome, reason, failed_rank = combine(ends, timed_out, timeout_s)
     leftover = [pid for record in records for pid in record.leftover_pids]
     if leftover:
@@ -150,7 +149,7 @@ def _conclude(
     return GangResult(outcome, reason, failed_rank, reports, hosts, started_at, time.time(), leftover, detected_s)
 
 
-def _rank_end(rank: int, exit_code: int | None, ended_s: float, report: Any) -> RankEnd:
+def _rank_end(rank: int, exit_code: int | None, ended_s: float, report: RankReport | None, state: str) -> RankEnd:
     if report is None:
-        return RankEnd(rank, exit_code, ended_s=ended_s)
-    return RankEnd(rank, exit_code, Outcome(report.outcome), report.reason, report.error_type, ended_s)
+        return RankEnd(rank, exit_code, ended_s=ended_s, state=state)
+    return RankEnd(rank, exit_code, Outcome(report.outcome), report.reason, report.error_type, ended_s, state)

@@ -167,3 +167,11 @@ def group_members(leaders: list[int]) -> list[int]:
         except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             continue
     return members
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process: sleeping, running, stopped, ...; empty if it is gone."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return ""
