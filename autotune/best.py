@@ -136,7 +136,7 @@ def read_best(run: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         Knobs.from_dict(content["settings"])
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: not a best.yaml of fsdp-autotune: {type(error).__name__}: {error}",
             "was it edited by hand?",

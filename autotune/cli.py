@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
-from autotune.errors import AutotuneError, UserError, nearest
+from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest
 
 EXIT_INTERRUPTED = 130
 
@@ -97,6 +97,11 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
             again = f"autotune run {_shown(out / 'job.yaml')} --resume"
             click.echo(f"autotune: interrupted; the ranks are gone, the history is kept\nresume: {again}", err=True)
             sys.exit(EXIT_INTERRUPTED)
+        except OSError as error:
+            raise InfrastructureError(
+                f"{error.filename or out}: {error.strerror or error}",
+                f"what was measured before is kept; once it can be written: autotune run {shown}/job.yaml --resume",
+            ) from error
     console.print()
     print_best(console, read_best(out))
     screen.message(

@@ -14,6 +14,16 @@ PYTHON_STDLIB = "python-stdlib"
 """`data.source` for the text that every machine has: this interpreter's own library source."""
 
 
+ENGINES = ("fsdp2",)
+_KNOB_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "str": (str,),
+    "int | None": (int, type(None)),
+}
+
+
 @dataclass(frozen=True)
 class Knobs:
     """The settings of one trial. Every value is what FSDP2 is really given; README, "Knobs", says what each does."""
@@ -43,7 +53,21 @@ class Knobs:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Knobs:
-        return Knobs(**values)
+        """Knobs from a file that anybody may have written.
+
+        Raises:
+            TypeError: a knob that is missing or unknown.
+            ValueError: a value that is none of the knob's.
+        """
+        knobs = Knobs(**values)
+        for field_ in dataclasses.fields(Knobs):
+            value, wanted = values.get(field_.name, field_.default), _KNOB_TYPES[str(field_.type)]
+            if type(value) not in wanted:
+                raise ValueError(f"{field_.name} = {value!r}: expected {field_.type}")
+        checkpoint_stride(knobs.activation_checkpointing)
+        if knobs.engine not in ENGINES:
+            raise ValueError(f"engine = {knobs.engine!r}: known are {ENGINES}")
+        return knobs
 
 
 KNOB_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Knobs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from importlib import resources
@@ -82,4 +83,4 @@ def _set_constant(code: str, name: str, value: object, meaning: str) -> str:
 
 
 def _literal(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value)  # double quotes, as the snippet has

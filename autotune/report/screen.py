@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.report.text import differences, duration, gib, mfu_label, percent, rate
+from autotune.report.text import differences, duration, gib, mfu_label, percent, printable, rate
 from autotune.rows import Attempt
 from trials.outcome import Outcome
 from trials.record import Knobs, TrialSpec
@@ -46,7 +46,7 @@ class _Base:
         self.baseline: dict[str, Any] = {}
 
     def message(self, text: str) -> None:
-        self.console.print(escape(text), highlight=False, soft_wrap=True)
+        self.console.print(escape(printable(text)), highlight=False, soft_wrap=True)
 
     def baseline_known(self, knobs: Knobs, num_configs: int) -> None:
         self.baseline = knobs.to_dict()

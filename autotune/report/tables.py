@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.report.text import SHORT_NAMES, differences, gib, mfu_label, percent, rate, value
+from autotune.report.text import SHORT_NAMES, differences, gib, mfu_label, percent, printable, rate, value
 
 
 def print_best(console: Console, best: dict[str, Any]) -> None:
@@ -28,9 +27,9 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     table.add_section()
     for name in SHORT_NAMES:
         ours, theirs = value(best["settings"][name]), value(baseline["settings"][name])
-        table.add_row(name, theirs, Text(ours, style="bold" if ours != theirs else ""))
+        table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
-    console.print(Text(f"Verdict: {best['verdict']}", style="bold"), soft_wrap=True)
+    console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
 
 
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -65,8 +64,8 @@ def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(
             str(row["trial"]) + (f".{row['attempt']}" if row["attempt"] else ""),
-            row["stage"],
-            Text(row["outcome"]),
+            Text(value(row["stage"])),
+            Text(value(row["outcome"])),
             rate(row["tokens_per_s_per_rank"]),
             percent(row["mfu"]),
             percent(row["hfu"]),
@@ -91,7 +90,7 @@ def print_trial(console: Console, row: dict[str, Any]) -> None:
             shown = ", ".join(_number(v) for v in content)
         else:
             shown = _number(content)
-        table.add_row(name, escape(shown))
+        table.add_row(name, Text(printable(shown)))
     console.print(table)
 
 

@@ -19,12 +19,17 @@ SHORT_NAMES = {
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 
 
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal; line breaks stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def value(thing: Any) -> str:
     if thing is None:
         return "-"
     if isinstance(thing, bool):
         return "yes" if thing else "no"
-    return str(thing)
+    return printable(str(thing))
 
 
 def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
