@@ -42,6 +42,7 @@ class Evidence:
 
         return {
             "trial": attempt.trial,
+            "measured_in": "fresh paired rounds" if self.rate else f"trial {attempt.trial} alone, in the search",
             "tokens_per_s_per_rank": scaled(measured),
             "mfu": scaled(row.get("mfu")),
             "mfu_causal": scaled(row.get("mfu_causal")),
@@ -163,6 +164,6 @@ def to_exportable(best: dict[str, Any]) -> Best:
             f"peak memory {gib(evidence['reserved_gib'])} reserved{limit} per rank,",
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
             f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",
-            f"Verdict: {best['verdict']}" + ("" if best["complete"] else " (the run had not ended)"),
+            f"Verdict: {best['verdict']}",
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
             with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
                 result = Run(loaded, out, runner, screen, resume).go()
         except KeyboardInterrupt:
-            again = f"autotune run {_shown(out / 'job.yaml')} --resume"
+            again = f"{_command()} run {_shown(out / 'job.yaml')} --resume"
             click.echo(f"autotune: interrupted; the ranks are gone, the history is kept\nresume: {again}", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
@@ -108,7 +109,7 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} min. History: {shown}/history"
     )
-    screen.message(f"next: autotune export {shown} --to {loaded.export_for or 'plain'}")
+    screen.message(f"next: {_command()} export {shown} --to {loaded.export_for or 'plain'}")
 
 
 @cli.command()
@@ -120,12 +121,15 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
+    from autotune.folder import latest_moved
     from autotune.history import History
     from autotune.report.tables import print_best, print_trial, print_trials
 
     rows, skipped = History(run_folder / "history").rows()
     if not rows and not (run_folder / "best.yaml").exists():
-        raise UserError(f"{run_folder}: no run there", "give the folder of a run: its job's `output`")
+        moved = latest_moved(run_folder)
+        hint = f"an earlier run was moved to {moved}" if moved else "give the folder of a run: its job's `output`"
+        raise UserError(f"{run_folder}: no run there that has measured anything", hint)
     for line in skipped:
         click.echo(f"skipped {line}", err=True)
     if trial is not None:
@@ -193,6 +197,11 @@ def _refuse_foreign_packages() -> None:
                 f"the package {package.__name__} was found in {found}, not beside autotune in {ours}",
                 "remove that folder from PYTHONPATH; a job names its modules by model.workload",
             )
+
+
+def _command() -> str:
+    """How this program can be called again: by its name, or where it is not on PATH by its path."""
+    return "autotune" if shutil.which("autotune") else _shown(Path(sys.argv[0]).absolute())
 
 
 def _shown(path: Path) -> str:

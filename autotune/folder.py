@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,29 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+OWN_ENTRIES = frozenset({"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export"})
+"""All that a run leaves in its folder; a folder with anything else in it is somebody's, and is not touched."""
+
+
 def _move_aside(out: Path) -> Path | None:
-    if not out.exists() or not any(out.iterdir()):
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    if not names:
         return None
-    if not (out / "job.yaml").exists():
+    if not {"job.yaml", "logs"} <= names <= OWN_ENTRIES:
         raise UserError(f"{out}: the folder holds something that is no run", "give another folder by --output")
-    free = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
-    moved = next(path for path in free if not path.exists())
+    if not any((out / "history").glob("*.parquet")):
+        shutil.rmtree(out)  # it ended before it had measured anything
+        return None
+    moved = next(path for path in _moved_names(out) if not path.exists())
     out.rename(moved)
     return moved
+
+
+def _moved_names(out: Path) -> Iterator[Path]:
+    return (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
+
+
+def latest_moved(out: Path) -> Path | None:
+    """The last run that was moved aside from `out`, if there is one."""
+    found = list(itertools.takewhile(Path.exists, _moved_names(out)))
+    return found[-1] if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
 from trials.record import PYTHON_STDLIB, checkpoint_stride
+from trials.shapes import PRESETS, DecoderConfig
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -48,11 +50,30 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
-        if self.workload == "decoder" and (self.preset is None) == (self.config is None):
-            raise ValueError("give either preset or config")
+        if self.workload == "decoder":
+            if (self.preset is None) == (self.config is None):
+                raise ValueError("give either preset or config")
+            if self.preset is not None and self.preset not in PRESETS:
+                raise ValueError(f"preset = {self.preset!r}: no such preset; {nearest(self.preset, PRESETS)}")
+            self._check_decoder_config()
         if self.workload != "decoder" and self.preset is not None:
             raise ValueError("preset belongs to the built-in decoder; give your factory's arguments as config")
         return self
+
+    def _check_decoder_config(self) -> None:
+        known = {field.name: field for field in dataclasses.fields(DecoderConfig)}
+        given = self.config or {}
+        problems = [f"config.{key}: unknown key; {nearest(key, known)}" for key in given if key not in known]
+        if self.config is not None:
+            needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+            problems += [f"config.{name}: missing" for name in needed if name not in given]
+        problems += [
+            f"config.{key} = {given[key]!r}: should be a positive whole number"
+            for key, field in known.items()
+            if key in given and field.type == "int" and (type(given[key]) is not int or given[key] < 1)
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 class Data(Section):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
-from autotune.errors import InfrastructureError, NothingFitsError
+from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import Listener, Measurer
 from autotune.rows import Attempt
@@ -24,6 +24,8 @@ from trials.record import Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
+OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
+"""Of a baseline: the user's model or settings are wrong."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
 OVERHEAD_S = 2.5
@@ -131,7 +133,8 @@ class Run:
             if attempt.outcome in OUT_OF_MEMORY:
                 raise self._nothing_fits(attempt)
         if attempt.outcome is not Outcome.OK:
-            raise InfrastructureError(
+            kind = UserError if attempt.outcome in OF_THE_WORKLOAD else InfrastructureError
+            raise kind(
                 f"the baseline failed ({attempt.outcome}): {attempt.reason}",
                 f"nothing else was tried; its output is in {self.out / attempt.row['log_path']}",
             )

@@ -65,6 +65,8 @@ class SearchSpace:
 
     def __init__(self, job: Job, facts: Facts) -> None:
         self.facts = facts
+        self.notes: list[str] = []
+        """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
         self.baseline = self._baseline(job)
         self.candidates = self._resolve(job)
@@ -127,6 +129,9 @@ class SearchSpace:
             caps = [max(self.facts.block_mib) * size for size in {*sizes, self.facts.num_blocks}]
         else:
             caps = list(asked)
+            changed = [f"{cap} -> {self._canonical_cap(cap)[0]}" for cap in caps if cap != self._canonical_cap(cap)[0]]
+            if changed:
+                self.notes.append(f"space.bucket_cap_mb groups whole blocks: {', '.join(changed)} MiB")
         return tuple(sorted({self._canonical_cap(cap)[0] for cap in caps}))
 
     def _checkpointing(self, job: Job) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from autotune.errors import InfrastructureError, UserError
 from autotune.hardware import Peak, peak_for
 from autotune.job import Job
 from autotune.measuring import make_spec
+from autotune.report.text import gib
 from autotune.rows import Limits, ModelFacts, Study
 from autotune.space import Facts, SearchSpace
 from trials.files import write_whole
@@ -38,14 +39,25 @@ class Survey:
         job, peak, limits, model = self.study.job, self.study.peak, self.study.limits, self.study.model
         known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
         flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
-        limit = f"{limits.limit_gib:.3g} GiB per rank" if limits.limit_gib else "none"
+        limit = "none"
+        if limits.limit_gib:
+            usable = gib(limits.limit_gib * (1 - limits.headroom))
+            limit = f"{gib(limits.limit_gib)} per rank, {usable} usable ({limits.headroom:.0%} headroom)"
+        target = job.batch.target_world_size
         batch = job.global_batch_size
         return (
             f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
             f"  device: {self.device_name}, {self.study.world_size} ranks; peak: {known}\n"
-            f"  memory limit: {limit}, {limits.headroom:.0%} of it kept free"
+            f"  memory limit: {limit}"
+            + (
+                f"\n  trials run on {self.study.world_size} ranks, the real run on {target}: sharded states take "
+                "another share of a rank's memory there"
+                if target != self.study.world_size
+                else ""
+            )
+            + "".join(f"\n  {note}" for note in self.space.notes)
         )
 
 
@@ -116,6 +128,7 @@ def _content(job: Job, result: GangResult) -> dict[str, Any]:
         given_tflops_per_s=job.cluster.peak_tflops_per_s,
         cpu_probe_tflops_per_s=sum(known) / len(known) if known else None,
     )
+    found = {name: value for name, value in found.items() if name != "cpu_peak_tflops_per_s"}  # said by `peak`
     return {
         "study_id": uuid.uuid4().hex[:12],
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),

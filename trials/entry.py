@@ -214,17 +214,18 @@ class Rank:
     def _track_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs) -> None:
         assert self.limit is not None
         report = self.report
-        report.reserved_bytes = self.limit.peak_growth_bytes
         if self.spec.tracked_bytes is not None:
             report.allocated_bytes = self.spec.tracked_bytes
-            return
-        self.limit.lift()  # the tracker's own bookkeeping is not the config's
-        # Two micro-steps show what any number would: gradients absent, then gradients held.
-        micro_steps = min(knobs.grad_accum_steps, 2)
-        with self._beside_the_measurement("the peak of live tensors is not known: MemTracker"):
-            report.allocated_bytes = memory.tracked_peak_bytes(
-                model, optimizer, lambda reset: stepper.step(micro_steps, reset)
-            )
+        else:
+            self.limit.lift()  # the tracker's own bookkeeping is not the config's
+            # Two micro-steps show what any number would: gradients absent, then gradients held.
+            micro_steps = min(knobs.grad_accum_steps, 2)
+            with self._beside_the_measurement("the peak of live tensors is not known: MemTracker"):
+                report.allocated_bytes = memory.tracked_peak_bytes(
+                    model, optimizer, lambda reset: stepper.step(micro_steps, reset)
+                )
+        # A small model may live in what the process had free before: it takes its tensors all the same.
+        report.reserved_bytes = max(self.limit.peak_growth_bytes, report.allocated_bytes or 0)
 
     def _synchronize(self) -> None:
         if self.spec.device == "cuda":

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trials.outcome import Outcome, TrialError
+from trials.shapes import PRESETS, DecoderConfig
 from trials.workload import AttentionShape, default_init_parameter
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_size: int
-    tie_embeddings: bool = False
-    rope_theta: float = 10_000.0
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-
-PRESETS: dict[str, DecoderConfig] = {
-    # Bytes as tokens: 3.3 million parameters, half a second a step on one core.
-    "tiny": DecoderConfig(vocab_size=256, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_size=704),
-}
 
 
 class RMSNorm(nn.Module):

@@ -100,6 +100,8 @@ def make_slot(device: str, launcher: str, num_nodes: int, ranks_per_node: int) -
     group = ray.util.placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD" if num_nodes > 1 else "PACK")
     if not group.wait(READY_TIMEOUT_S if _could_fit(bundle, num_nodes) else 0.1):
         ray.util.remove_placement_group(group)
+        if device == "cuda" and not any(node.get("GPU") for node in _node_resources()):
+            raise UserError("cluster.device = cuda: Ray sees no GPU", "use device: cpu or auto, or start on a GPU node")
         raise UserError(
             f"cluster: {num_nodes} node(s) with {bundle} each are not to be had; Ray has {_node_resources()}",
             "lower cluster.ranks_per_node, or start Ray on more nodes",

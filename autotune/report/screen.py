@@ -79,9 +79,11 @@ class LineScreen(_Base):
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
         cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
         left = f"{duration(self._remaining_s)} left" if self._remaining_s is not None else ""
+        if attempt.reason:
+            left = f"{attempt.reason.splitlines()[0][:80]}; {left}"
         self.message(
             f"{cells['trial']:>4}  {cells['stage']:<8}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
-            f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8}  best {cells['best']:>7}  "
+            f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8} memory  best {cells['best']:>7}  "
             f"{cells['settings']}  [{left}]"
         )
 
@@ -158,7 +160,8 @@ def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, s
         "mfu": percent(attempt.row.get("mfu")),
         "mfu_label": mfu_label(attempt.row.get("peak_source")),
         "memory": gib(attempt.memory_gib),
-        "best": rate(best.tokens_per_s_per_rank if best else None),
+        # After the search it is the rounds that decide, and a single trial's record says little.
+        "best": rate(best.tokens_per_s_per_rank if best and attempt.stage in ("baseline", "explore") else None),
         "settings": settings,
         "is_best": "yes" if best is not None and best.trial == attempt.trial else "",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -44,35 +45,34 @@ def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[s
     ]
 
 
+NARROW = 120
+"""Columns of a terminal below which the list of trials leaves out what `--trial` shows."""
+
+
 def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
     """All attempts, a line each."""
     baseline: dict[str, Any] = next((row["knobs"] for row in rows if row["stage"] == "baseline"), {})
     source = next((row["peak_source"] for row in rows if row["peak_source"]), None)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "trial": lambda row: str(row["trial"]) + (f".{row['attempt']}" if row["attempt"] else ""),
+        "stage": lambda row: value(row["stage"]),
+        "outcome": lambda row: value(row["outcome"]),
+        "tokens/s per rank": lambda row: rate(row["tokens_per_s_per_rank"]),
+        mfu_label(source): lambda row: percent(row["mfu"]),
+    }
+    if console.width >= NARROW:
+        columns |= {
+            "HFU": lambda row: percent(row["hfu"]),
+            "live": lambda row: gib(row["allocated_gib"]),
+            "reserved": lambda row: gib(row["reserved_gib"]),
+        }
+    columns["differs from baseline"] = lambda row: differences(row["knobs"], baseline)
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name, justify in (
-        ("trial", "right"),
-        ("stage", "left"),
-        ("outcome", "left"),
-        ("tokens/s per rank", "right"),
-        (mfu_label(source), "right"),
-        ("HFU", "right"),
-        ("live", "right"),
-        ("reserved", "right"),
-        ("differs from baseline", "left"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in columns:
+        text = name in ("stage", "outcome", "differs from baseline")
+        table.add_column(name, justify="left" if text else "right", no_wrap=name in ("stage", "outcome"))
     for row in rows:
-        table.add_row(
-            str(row["trial"]) + (f".{row['attempt']}" if row["attempt"] else ""),
-            Text(value(row["stage"])),
-            Text(value(row["outcome"])),
-            rate(row["tokens_per_s_per_rank"]),
-            percent(row["mfu"]),
-            percent(row["hfu"]),
-            gib(row["allocated_gib"]),
-            gib(row["reserved_gib"]),
-            Text(differences(row["knobs"], baseline)),
-        )
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
     console.print(table)
 
 

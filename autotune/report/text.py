@@ -10,7 +10,7 @@ SHORT_NAMES = {
     "sync_each_micro_batch": "sync each",
     "reshard_after_forward": "reshard",
     "blocks_per_unit": "blocks/unit",
-    "bucket_cap_mb": "bucket MB",
+    "bucket_cap_mb": "bucket MiB",
     "activation_checkpointing": "ckpt",
     "num_workers": "workers",
     "prefetch_factor": "prefetch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from autotune.cluster.runner import SlotRunner
-from autotune.errors import InfrastructureError, UserError
+from autotune.errors import UserError
 from autotune.folder import prepare_folder
 from autotune.history import History
 from autotune.job import load_job
@@ -140,7 +141,7 @@ def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path:
     [
         ({"model": {"workload": "nowhere:make", "seq_len": 32}}, "No module named 'nowhere'"),
         ({"data": {"source": "missing"}}, "no such file or folder"),
-        ({"model": {"config": {"vocab_size": 100}, "seq_len": 32}}, "model.config"),
+        ({"model": {"config": CONFIG | {"vocab_size": 100}, "seq_len": 32}}, "needs a vocabulary of 256"),
         ({"model": {"config": CONFIG | {"num_heads": 5}, "seq_len": 32}}, "must divide"),
     ],
 )
@@ -187,9 +188,23 @@ def test_a_baseline_that_crashes_ends_the_run_with_its_error(runner: SlotRunner,
     }
     job = load_job(str(write_job(tmp_path, model=model)))
     prepare_folder(tmp_path / "run", job)
-    with pytest.raises(InfrastructureError, match="no such thing"):
+    with pytest.raises(UserError, match="no such thing"):
         Run(job, tmp_path / "run", runner, LineScreen(Console(quiet=True))).go()
     assert [row["outcome"] for row in rows(tmp_path)] == ["crashed"]
+
+
+def test_the_readmes_own_model_is_tuned(runner: SlotRunner, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_model\.py.*?)```", readme, flags=re.DOTALL)
+    (tmp_path / "my_model.py").write_text(code)
+    config = {"width": 32, "num_layers": 2, "heads": 4}
+    model = {"workload": "my_model:make", "config": config, "seq_len": 32}
+    job = load_job(str(write_job(tmp_path, model=model, budget={"trials": 2})))
+    prepare_folder(tmp_path / "run", job)
+    Run(job, tmp_path / "run", runner, LineScreen(Console())).go()
+    assert {row["outcome"] for row in rows(tmp_path)} == {"ok"}
+    assert {row["flops_convention"] for row in rows(tmp_path)} == {"palm-matmul,full-attn"}
+    assert all(row["mfu"] <= row["hfu"] for row in rows(tmp_path))
 
 
 def test_ctrl_c_ends_the_ranks_keeps_the_history_and_exits_130(tmp_path: Path) -> None:

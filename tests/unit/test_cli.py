@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.folder import prepare_folder, sole_driver
+from autotune.folder import latest_moved, prepare_folder, sole_driver
 from autotune.job import load_job
 
 AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
@@ -76,11 +76,14 @@ def test_bad_input_exits_2_and_says_what_to_do(arguments: list[str], complaint: 
 def test_an_earlier_run_is_moved_aside_and_nothing_of_it_lost(tmp_path: Path) -> None:
     out, job = tmp_path / "run", load_job("quickstart")
     assert prepare_folder(out, job) is None
-    (out / "best.yaml").write_text("first")
-    assert prepare_folder(out, job) == tmp_path / "run.1"
-    assert (tmp_path / "run.1" / "best.yaml").read_text() == "first"
-    assert sorted(path.name for path in out.iterdir()) == ["job.yaml", "logs"]
-    assert prepare_folder(out, job) == tmp_path / "run.2"
+    assert prepare_folder(out, job) is None, "a run that has measured nothing is replaced"
+    for number in (1, 2):
+        (out / "history").mkdir()
+        (out / "history" / "trial-0000-attempt-0.parquet").write_text(f"measured {number}")
+        moved = tmp_path / f"run.{number}"
+        assert prepare_folder(out, job) == latest_moved(out) == moved
+        assert (moved / "history" / "trial-0000-attempt-0.parquet").read_text() == f"measured {number}"
+        assert sorted(path.name for path in out.iterdir()) == ["job.yaml", "logs"]
 
 
 def test_a_second_driver_on_one_folder_is_refused(tmp_path: Path) -> None:
@@ -91,11 +94,13 @@ def test_a_second_driver_on_one_folder_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
+@pytest.mark.parametrize("others", [["thesis.tex"], ["job.yaml"], ["job.yaml", "logs", "thesis.tex"]])
+def test_a_folder_of_something_else_is_not_touched(tmp_path: Path, others: list[str]) -> None:
+    for name in others:
+        (tmp_path / name).write_text("years of work")
     with pytest.raises(UserError, match="holds something that is no run"):
         prepare_folder(tmp_path, load_job("quickstart"))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == others
 
 
 def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def best(**changes: Any) -> dict[str, Any]:
     settings = make_space().baseline.to_dict()
     evidence = {
         "trial": 0,
+        "measured_in": "trial 0",
         "tokens_per_s_per_rank": 1.0,
         "mfu": None,
         "mfu_causal": None,

@@ -50,6 +50,7 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
         ("batch.target_world_size=3", "no multiple of batch.target_world_size = 3"),
         ("batch.global_batch_tokens=4096", "give either global_batch_size (sequences) or global_batch_tokens"),
         ("model.config={}", "give either preset or config"),
+        ("model.preset=huge", "no such preset; known: tiny"),
         ("training.engines=[ddp]", "training.engines.0 = 'ddp'"),
         ("cluster.ranks_per_node=0", "cluster.ranks_per_node = 0: should be greater than 0"),
         ("cluster.memory_limit_gib=a", "hint: Per rank. On CUDA the caching allocator's cap"),
@@ -62,6 +63,15 @@ def test_a_bad_value_is_named(override: str, complaint: str) -> None:
     with pytest.raises(UserError, match=r"problem") as caught:
         load_job("quickstart", (override,))
     assert complaint in str(caught.value)
+
+
+def test_every_problem_of_the_decoders_shape_is_told() -> None:
+    with pytest.raises(UserError) as caught:
+        make_job(model={"config": {"hidden": 8, "num_layers": 0, "vocab_size": 256, "num_heads": 2}, "seq_len": 8})
+    text = str(caught.value)
+    assert "config.hidden: unknown key; did you mean hidden_size" in text
+    assert "config.ffn_size: missing" in text
+    assert "config.num_layers = 0: should be a positive whole number" in text
 
 
 def test_a_global_batch_in_tokens_that_is_no_whole_number_of_sequences_names_the_nearest() -> None:
