@@ -56,7 +56,16 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_screen_ends_in_the_table_and_the_next_command(finished: Path) -> None:
     text = (finished / "stdout.txt").read_text()
-    for part in ("estimate:", "baseline", "explore", "MFU (cpu probe)", "HFU", "memory", "Verdict:", "next: autotune"):
+    for part in (
+        "estimate:",
+        "baseline",
+        "explore",
+        "MFU (cpu probe)",
+        "HFU",
+        "memory",
+        "Verdict:",
+        "export run --to plain",
+    ):
         assert part in text
     assert (finished / "stderr.txt").read_text() == "", "other libraries' chatter goes to the log"
 
