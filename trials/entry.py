@@ -278,11 +278,8 @@ def run_rank(order: dict[str, Any]) -> NoReturn:
         outcome = classify_exception(error, spec.device)
         report = rank.report
         report.outcome, report.error_type = outcome.value, type(error).__name__
-        report.reason = (
-            f"{error}"
-            if isinstance(error, TrialError)
-            else f"{type(error).__name__} in {report.phase}: {error}".rstrip(": ")
-        )
+        what = "out of memory" if outcome in OUT_OF_MEMORY else type(error).__name__
+        report.reason = str(error) if isinstance(error, TrialError) else f"{what} in {report.phase}: {error}"
         report.error = traceback.format_exc()
         sys.stderr.write(report.error)
         code = EXIT_OOM if outcome in OUT_OF_MEMORY else EXIT_FAILED
