@@ -89,7 +89,7 @@ def test_a_signal_ends_in_order_and_says_how_to_go_on(tmp_path: Path, number: si
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "resume: autotune run run/job.yaml --resume" in errors
+    assert "autotune run run/job.yaml --resume" in errors
     wait_until_gone(before)
     assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["complete"] is False
     stopped = rows(tmp_path)
