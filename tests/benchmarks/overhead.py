@@ -28,6 +28,7 @@ from autotune.folder import prepare_folder
 from autotune.job import Job, load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
+from autotune.search.study import Search
 from trials.outcome import Outcome
 from trials.record import Knobs, Measure, TrialSpec
 
@@ -128,29 +129,24 @@ def drivers_own_ms(runner: SlotRunner, folder: Path) -> float:
     job: Job = load_job("quickstart", ("model.preset=null", f"model.config={json.dumps(config)}", "budget.trials=8"))
     timed = TimedRunner(runner)
     prepare_folder(folder, job)
-    run = Run(job, folder, timed, LineScreen(Console(quiet=True)))
     asked_s = 0.0
-    take_survey = run._take_survey
+    ask = Search.ask
 
-    def take_survey_and_time_the_sampler(result: GangResult) -> None:
+    def timed_ask(search: Search) -> Knobs | None:
         nonlocal asked_s
-        take_survey(result)
-        ask = run.search.ask
+        started = time.perf_counter()
+        try:
+            return ask(search)
+        finally:
+            asked_s += time.perf_counter() - started
 
-        def timed_ask() -> Knobs | None:
-            nonlocal asked_s
-            started = time.perf_counter()
-            try:
-                return ask()
-            finally:
-                asked_s += time.perf_counter() - started
-
-        run.search.ask = timed_ask  # type: ignore[method-assign]
-
-    run._take_survey = take_survey_and_time_the_sampler  # type: ignore[method-assign]
-    started = time.perf_counter()
-    run.go()
-    elapsed_s = time.perf_counter() - started
+    Search.ask = timed_ask  # type: ignore[method-assign]
+    try:
+        started = time.perf_counter()
+        Run(job, folder, timed, LineScreen(Console(quiet=True))).go()
+        elapsed_s = time.perf_counter() - started
+    finally:
+        Search.ask = ask  # type: ignore[method-assign]
     return 1000 * (elapsed_s - timed.spent_s - asked_s) / timed.num_trials
 
 
