@@ -102,7 +102,7 @@ def by_slot(runner: SlotRunner) -> Callable[[TrialSpec, Path], dict[str, float]]
         start_s = max(report.started_at for report in result.reports.values()) - result.started_at
         split = {"process start": start_s} | {label: slowest(*names) for label, names in SPLIT.items()}
         rest = wall_s - inside - sum(split.values())
-        return {"outside": wall_s - inside, **split, "tear-down": rest}
+        return {"outside": wall_s - inside, **split, "tear-down": max(rest, 0.0)}
 
     return measure
 
@@ -140,7 +140,7 @@ def drivers_own_ms(runner: SlotRunner, folder: Path) -> float:
         finally:
             asked_s += time.perf_counter() - started
 
-    Search.ask = timed_ask  # type: ignore[method-assign]
+    Search.ask = timed_ask  # type: ignore[method-assign,assignment]
     try:
         started = time.perf_counter()
         Run(job, folder, timed, LineScreen(Console(quiet=True))).go()
