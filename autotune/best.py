@@ -59,9 +59,14 @@ def best_content(
     baseline: Evidence,
     fallback: Evidence | None,
     verdict: Verdict | None,
+    candidate: Knobs | None,
     complete: bool,
 ) -> dict[str, Any]:
-    """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it."""
+    """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it.
+
+    Args:
+        candidate: the config that `verdict` compares with the baseline, whether it won or not.
+    """
     job, row = study.job, best.attempt.row
     unknown = "no config that fits was faster: keep your baseline" if complete else "not yet: the run has not ended"
     return {
@@ -83,8 +88,9 @@ def best_content(
                 "high": verdict.high,
                 "confidence": CONFIDENCE,
                 "num_paired_rounds": verdict.num_rounds,
+                "settings": candidate.to_dict(),
             }
-            if verdict
+            if verdict and candidate
             else None
         ),
         "baseline": _with_settings(baseline),

@@ -36,15 +36,11 @@ OVERHEAD_S = 2.5
 class RunResult:
     """How a run ended."""
 
-    out: Path
     baseline: Attempt
     best: Attempt
     """The config to use: the winner, or the baseline."""
     verdict: Verdict | None
     """None if nothing was measured beside the baseline: no other config fits."""
-    baseline_rate: float
-    best_rate: float
-    """Tokens/s per rank of each, geometric means over the fresh rounds."""
     num_out_of_memory: int
     num_trials: int
     elapsed_s: float
@@ -228,19 +224,15 @@ class Run:
         best = candidate if wins and candidate is not None else reference
         baseline_rate = _geometric_mean(theirs) if theirs else _rate(reference)
         best_rate = _geometric_mean(ours) if wins else baseline_rate
-        result = RunResult(
-            out=self.out,
+        self._write_best(best, reference, best_rate, baseline_rate, verdict, candidate, complete=True)
+        return RunResult(
             baseline=reference,
             best=best,
             verdict=verdict,
-            baseline_rate=baseline_rate,
-            best_rate=best_rate,
             num_out_of_memory=sum(a.outcome in OUT_OF_MEMORY for a in self._attempts),
             num_trials=len(self._attempts),
             elapsed_s=self.clock() - self._started,
         )
-        self._write_best(best, reference, best_rate, baseline_rate, verdict, complete=True)
-        return result
 
     # --- one trial, and what is written of it -----------------------------------------------------------------
 
@@ -264,6 +256,7 @@ class Run:
         best_rate: float | None = None,
         baseline_rate: float | None = None,
         verdict: Verdict | None = None,
+        candidate: Attempt | None = None,
         *,
         complete: bool,
     ) -> None:
@@ -274,6 +267,7 @@ class Run:
             baseline=Evidence(baseline, baseline_rate),
             fallback=Evidence(fallback) if fallback else None,
             verdict=verdict,
+            candidate=candidate.knobs if candidate else None,
             complete=complete,
         )
         write_best(self.out / "best.yaml", content)

@@ -65,7 +65,7 @@ def _yaml(best: Best) -> str:
 
 
 def _snippet(best: Best) -> str:
-    # snippet.py is ordinary, checked code with placeholder values; only its constants change.
+    # snippet.py is ordinary, checked code; only the values of its constants change.
     code = resources.files("autotune.export").joinpath("snippet.py").read_text(encoding="utf-8")
     code = re.sub(r"  # type: ignore.*", "", code)
     code = _set_constant(code, "PRECISION", best.precision, "bf16 or fp32")
