@@ -14,19 +14,25 @@ PYTHON_STDLIB = "python-stdlib"
 """`data.source` for the text that every machine has: this interpreter's own library source."""
 
 
-ENGINES = ("fsdp2",)
+ENGINES = ("fsdp2", "fsdp1")
+BACKWARD_PREFETCH = ("pre", "post", "none")
 _KNOB_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
     "float": (int, float),
     "str": (str,),
     "int | None": (int, type(None)),
+    "bool | None": (bool, type(None)),
+    "str | None": (str, type(None)),
 }
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """The settings of one trial. Every value is what FSDP2 is really given; README, "Knobs", says what each does."""
+    """The settings of one trial, as the engine is really given them; README, "Knobs", says what each does.
+
+    A knob that the engine has not is None.
+    """
 
     micro_batch_size: int
     """Sequences per rank and micro-step."""
@@ -35,7 +41,8 @@ class Knobs:
     sync_each_micro_batch: bool
     """True: gradients are reduce-scattered after every micro-step. False: only after the last one."""
     reshard_after_forward: bool
-    """True: a unit's weights are freed after its forward and gathered again for its backward."""
+    """True: a unit's weights are freed after its forward and gathered again for its backward (FSDP1: FULL_SHARD).
+    False: they stay until its backward (FSDP1: SHARD_GRAD_OP)."""
     bucket_cap_mb: float
     """MiB of unsharded weights, in the parameter dtype, that one FSDP unit of consecutive blocks may hold."""
     blocks_per_unit: int
@@ -47,6 +54,14 @@ class Knobs:
     prefetch_factor: int | None
     """Batches each worker keeps ready; None without workers."""
     engine: str = "fsdp2"
+    """`fsdp2` (torch's fully_shard) or `fsdp1` (FullyShardedDataParallel)."""
+    limit_all_gathers: bool | None = None
+    """FSDP1 alone. True: the CPU thread waits before it queues a third all-gather. It frees nothing by itself."""
+    backward_prefetch: str | None = None
+    """FSDP1 alone. The next unit's weights are gathered before (`pre`) or after (`post`) the present unit's gradients
+    are computed, or when they are needed (`none`)."""
+    forward_prefetch: bool | None = None
+    """FSDP1 alone. True: the next unit's all-gather is queued before the present unit's forward."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -67,9 +82,15 @@ class Knobs:
         checkpoint_stride(knobs.activation_checkpointing)
         if knobs.engine not in ENGINES:
             raise ValueError(f"engine = {knobs.engine!r}: known are {ENGINES}")
+        if knobs.backward_prefetch not in (*BACKWARD_PREFETCH, None):
+            raise ValueError(f"backward_prefetch = {knobs.backward_prefetch!r}: known are {BACKWARD_PREFETCH}")
+        given = [name for name in FSDP1_KNOBS if getattr(knobs, name) is not None]
+        if given != (list(FSDP1_KNOBS) if knobs.engine == "fsdp1" else []):
+            raise ValueError(f"{', '.join(FSDP1_KNOBS)}: fsdp1 has all three and no other engine any; given: {given}")
         return knobs
 
 
+FSDP1_KNOBS = ("limit_all_gathers", "backward_prefetch", "forward_prefetch")
 KNOB_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Knobs))
 
 
