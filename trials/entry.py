@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from trials import data, flops, memory, survey, timing, wrap
+from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
 from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialError, classify_exception
@@ -104,14 +105,13 @@ class Rank:
         )
         self._set_limit()
         self.enter("build")
-        model, names = self._build(workload, knobs)
-        optimizer = make_optimizer(model, spec.optimizer)
-        probe = model.get_submodule(names[0])
-        stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device, probe)
+        model = self._build(workload, knobs)
+        optimizer = make_optimizer(model.module, spec.optimizer)
+        stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device)
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
         self.report.applied = {
-            **wrap.read_wrapping(model, names),
+            **wrap.read_back(model),
             **stepper.observed(),
             **read_loader(loader, batches),
         }
@@ -136,7 +136,7 @@ class Rank:
             report.allocated_bytes, report.reserved_bytes, retries = memory.cuda_peaks()
             report.alloc_retries = retries - retries_before
         else:
-            self._track_memory(model, optimizer, stepper, knobs)
+            self._track_memory(model.module, optimizer, stepper, knobs)
         self.enter("flops")
         self._count_flops(workload, knobs)
 
@@ -166,20 +166,14 @@ class Rank:
         else:
             self.limit = memory.CpuLimit(limit_bytes)
 
-    def _build(self, workload: Workload, knobs: Knobs) -> tuple[nn.Module, list[str]]:
+    def _build(self, workload: Workload, knobs: Knobs) -> ShardedModel:
         spec = self.spec
         mesh = init_device_mesh(spec.device, (spec.world_size,))
-        with torch.device("meta"):
-            model = workload.build_model()
-        blocks = workload.blocks(model)
-        names = wrap.block_names(model, blocks)
-        sizes_mib = wrap.block_mib(blocks, spec.precision)
-        wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
-        wrap.shard(model, names, sizes_mib, knobs, mesh, wrap.mixed_precision(spec.precision, spec.reduce_dtype))
-        wrap.initialise(model, workload, spec.device, spec.seed)
+        device = torch.device("cuda", self.local_rank) if spec.device == "cuda" else torch.device("cpu")
+        model = wrap.build(workload, knobs, spec.precision, spec.reduce_dtype, mesh, device, spec.seed)
         if spec.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not its initialisation's
-        return model, names
+        return model
 
     def _warm_up(self, stepper: Stepper) -> float:
         """Seconds of the last warm-up step, slowest rank; the first steps also show the memory peak."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
+from trials.engines import ShardedModel
 from trials.record import Knobs
-from trials.wrap import param_groups
 
 
 class Stepper:
@@ -20,24 +19,21 @@ class Stepper:
     Args:
         batches: micro-batches, int64 of shape (micro_batch_size, seq_len + 1), on the host.
         loss: (model, tokens) -> mean loss of a micro-batch.
-        probe: a sharded block; its unit's `reduce_grads` tells whether gradients are about to be synchronised.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         batches: Iterator[Tensor],
         loss: Callable[[nn.Module, Tensor], Tensor],
         knobs: Knobs,
         device: str,
-        probe: nn.Module,
     ) -> None:
         self.model, self.optimizer, self.batches, self.loss = model, optimizer, batches, loss
         self.knobs, self.device = knobs, device
         self.losses: list[Tensor] = []
         self.data_wait_s = 0.0
-        self._probe_groups = param_groups(probe)
         self._micro_batch_sizes: set[int] = set()
         self._micro_steps: set[int] = set()
         self._synced_early: set[bool] = set()
@@ -54,13 +50,13 @@ class Stepper:
             if before_micro_step is not None:
                 before_micro_step()
             last = micro == count - 1
-            self._set_gradient_sync(last)
             started = time.perf_counter()
             tokens = next(self.batches)
             self.data_wait_s += time.perf_counter() - started
-            self._observe(tokens, last)
-            loss = self.loss(self.model, tokens.to(self.device, non_blocking=True)) / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self.model.micro_step(last=last, sync=self.knobs.sync_each_micro_batch):
+                self._observe(tokens, last)
+                loss = self.loss(self.model.module, tokens.to(self.device, non_blocking=True)) / count
+                loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -68,15 +64,10 @@ class Stepper:
         self.losses.append(total)
         self._micro_steps.add(count)
 
-    def _set_gradient_sync(self, last: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last or self.knobs.sync_each_micro_batch)
-            self.model.set_is_last_backward(last)
-
     def _observe(self, tokens: Tensor, last: bool) -> None:
         self._micro_batch_sizes.add(tokens.shape[0])
         if not last:
-            self._synced_early.update(group.reduce_grads for group in self._probe_groups)
+            self._synced_early.add(self.model.reduces_gradients())
 
     def drain(self, num_batches: int) -> None:
         """Takes batches from the loader without training on them, in whole optimizer steps."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials import data, entry, wrap
+from trials.engines import ShardedModel, fsdp2
 from trials.models import DecoderWorkload
 from trials.record import Knobs
 from trials.step import Stepper
@@ -53,25 +58,43 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {_plain(name): full(parameter) for name, parameter in model.named_parameters()}
+@contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """FSDP1 shows whole weights and gradients only inside this."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            yield
+    else:
+        yield
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        _plain(name): full(p.grad if p.grad is not None else torch.full_like(p, torch.nan))
-        for name, p in model.named_parameters()
-    }
+def weights(model: nn.Module, blocks_per_unit: int = 1) -> dict[str, Tensor]:
+    with whole(model):
+        return {_plain(name, blocks_per_unit): full(parameter) for name, parameter in model.named_parameters()}
 
 
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
+def gradients(model: nn.Module, blocks_per_unit: int = 1) -> dict[str, Tensor]:
+    with whole(model):
+        return {
+            _plain(name, blocks_per_unit): full(p.grad if p.grad is not None else torch.full_like(p, torch.nan))
+            for name, p in model.named_parameters()
+        }
+
+
+def _plain(name: str, blocks_per_unit: int) -> str:
+    """As in the plain model: without wrappers, and with the blocks in FSDP1's groups under their own numbers."""
+    name = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
+    return re.sub(
+        r"^layers\.(\d+)\.blocks\.(\d+)",
+        lambda found: f"layers.{int(found[1]) * blocks_per_unit + int(found[2])}",
+        name,
+    )
 
 
 def reference(order: dict[str, Any], workload: DecoderWorkload, batch_size: int) -> Reference:
     """No FSDP, checkpointing, loader or micro-batches: the first samples of the shuffled data, by index."""
     model = workload.build_model()
-    wrap.initialise(model, workload, "cpu", order["seed"])
+    fsdp2.initialise(model, workload, torch.device("cpu"), order["seed"])
     dataset = data.make_dataset({"source": order["source"]}, order["seq_len"], workload.vocab_size)
     shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order["seed"])).tolist()
     optimizer = entry.make_optimizer(model, order["optimizer"])
@@ -96,28 +119,24 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     }
 
 
-def equal_weights(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
+def equal_weights(model: nn.Module, expected: dict[str, Tensor], blocks_per_unit: int = 1) -> list[str]:
     """Names of the parameters that are not bit for bit as expected."""
-    found = weights(model)
+    found = weights(model, blocks_per_unit)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-def build(
-    order: dict[str, Any], config: dict[str, Any], workload: DecoderWorkload, mesh: DeviceMesh
-) -> tuple[nn.Module, list[str]]:
+def build(order: dict[str, Any], config: dict[str, Any], workload: DecoderWorkload, mesh: DeviceMesh) -> ShardedModel:
     """As `trials.entry.Rank` builds it."""
-    knobs = Knobs.from_dict(config["knobs"])
-    with torch.device("meta"):
-        model = workload.build_model()
-    blocks = workload.blocks(model)
-    names = wrap.block_names(model, blocks)
-    sizes_mib = wrap.block_mib(blocks, config["precision"])
-    wrap.apply_checkpointing(model, names, knobs.activation_checkpointing)
-    policy = wrap.mixed_precision(config["precision"], config["reduce_dtype"])
-    wrap.shard(model, names, sizes_mib, knobs, mesh, policy)
-    wrap.initialise(model, workload, "cpu", order["seed"])
-    return model, names
+    return wrap.build(
+        workload,
+        Knobs.from_dict(config["knobs"]),
+        config["precision"],
+        config["reduce_dtype"],
+        mesh,
+        torch.device("cpu"),
+        order["seed"],
+    )
 
 
 def run_config(
@@ -130,13 +149,12 @@ def run_config(
     batches: Any,
 ) -> dict[str, Any]:
     knobs = Knobs.from_dict(config["knobs"])
-    model, names = build(order, config, workload, mesh)
-    different = equal_weights(model, expected.weights)
-    optimizer = entry.make_optimizer(model, order["optimizer"])
+    model = build(order, config, workload, mesh)
+    different = equal_weights(model.module, expected.weights, knobs.blocks_per_unit)
+    optimizer = entry.make_optimizer(model.module, order["optimizer"])
     before_update: list[dict[str, Tensor]] = []
-    optimizer.register_step_pre_hook(lambda *_: before_update.append(gradients(model)))
-    probe = model.get_submodule(names[0])
-    stepper = Stepper(model, optimizer, batches, workload.loss, knobs, "cpu", probe)
+    optimizer.register_step_pre_hook(lambda *_: before_update.append(gradients(model.module, knobs.blocks_per_unit)))
+    stepper = Stepper(model, optimizer, batches, workload.loss, knobs, "cpu")
     stepper.step()
     errors = relative_errors(before_update[0], expected.gradients)
     optimizer._optimizer_step_pre_hooks.clear()  # reading gradients is a collective too
@@ -145,7 +163,7 @@ def run_config(
     for _ in range(order["num_steps"] - 2):
         stepper.step()
     applied = {
-        **wrap.read_wrapping(model, names),
+        **wrap.read_back(model),
         **stepper.observed(),
         **entry.read_loader(loader, batches),
     }
@@ -179,14 +197,14 @@ def main(order_path: str, result_path: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     references = {name: reference(order, workload, order["global_batch_size"]) for name, workload in workloads.items()}
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
-    one_rank, _ = build(
+    one_rank = build(
         order,
         next(iter(order["configs"].values())),
         next(iter(workloads.values())),
         DeviceMesh.from_group(alone, "cpu"),
     )
     result = {
-        "different_weights_on_one_rank": equal_weights(one_rank, next(iter(references.values())).weights),
+        "different_weights_on_one_rank": equal_weights(one_rank.module, next(iter(references.values())).weights),
         "configs": {
             key: run_config(order, config, workloads[config["model"]], mesh, references[config["model"]], *loaders[key])
             for key, config in order["configs"].items()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
 from torch.utils.data import DataLoader
 
 from trials import data, wrap
+from trials.engines import fsdp1, fsdp2
 from trials.models import DecoderWorkload
 from trials.step import Stepper
 
@@ -69,14 +71,14 @@ def _reshard_differs_between_units() -> None:
 
 
 def _change_fully_shard(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    shard = wrap.fully_shard
-    wrap.fully_shard = lambda module, **kwargs: shard(
+    shard = fsdp2.fully_shard
+    fsdp2.fully_shard = lambda module, **kwargs: shard(
         module, **(change(kwargs) if "reshard_after_forward" in kwargs else kwargs)
     )
 
 
 def _one_block_a_unit() -> None:
-    wrap.group_blocks = lambda sizes, _cap: [1] * len(sizes)
+    fsdp2.group_blocks = lambda sizes, _cap: [1] * len(sizes)
 
 
 def _no_checkpointing() -> None:
@@ -97,8 +99,30 @@ def _change_loader(**changes: Any) -> None:
     data.DataLoader = lambda *args, **kwargs: DataLoader(*args, **{**kwargs, **changes})
 
 
+def _change_fsdp1(**changes: Any) -> None:
+    sharded = fsdp1.FullyShardedDataParallel
+
+    class Changed(sharded):  # type: ignore[misc, valid-type]
+        def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+            super().__init__(module, **{**kwargs, **changes})
+
+    fsdp1.FullyShardedDataParallel = Changed
+
+
+def _no_sync_is_ignored() -> None:
+    fsdp1.FullyShardedDataParallel.no_sync = lambda _: nullcontext()
+
+
+def _one_block_a_group() -> None:
+    fsdp1.group_blocks = lambda sizes, _cap: [1] * len(sizes)
+
+
+def _fsdp1_is_not_applied() -> None:
+    fsdp1._wrap = lambda module, _plan: module
+
+
 def _no_fsdp() -> None:
-    wrap.fully_shard = lambda module, **_: module
+    fsdp2.fully_shard = lambda module, **_: module
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {
@@ -116,4 +140,11 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "num_workers": lambda: _change_loader(num_workers=1),
     "prefetch_factor": lambda: _change_loader(prefetch_factor=3),
     "engine": _no_fsdp,
+    "fsdp1_sharding": lambda: _change_fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp1_limit_all_gathers": lambda: _change_fsdp1(limit_all_gathers=True),
+    "fsdp1_backward_prefetch": lambda: _change_fsdp1(backward_prefetch=BackwardPrefetch.BACKWARD_PRE),
+    "fsdp1_forward_prefetch": lambda: _change_fsdp1(forward_prefetch=False),
+    "fsdp1_no_sync": _no_sync_is_ignored,
+    "fsdp1_grouping": _one_block_a_group,
+    "fsdp1_engine": _fsdp1_is_not_applied,
 }

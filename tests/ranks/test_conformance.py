@@ -9,7 +9,7 @@ import torch
 
 from trials import wrap
 from trials.models import DecoderWorkload
-from trials.record import Knobs, unit_cap_mb
+from trials.record import FSDP1_KNOBS, Knobs, unit_cap_mb
 
 from .harness import HERE, OPTIMIZER, SEQ_LEN, TINY, run_script
 from .pairwise import pairs_of, pairwise, possible_pairs
@@ -26,8 +26,14 @@ VALUES = {
     "activation_checkpointing": ["none", "full", "every_2", "selective_op"],
     "num_workers": [0, 1],
 }
+FSDP1_VALUES = VALUES | {
+    "limit_all_gathers": [True, False],
+    "backward_prefetch": ["pre", "post", "none"],
+    "forward_prefetch": [False, True],
+}
 BASE = {name: values[0] for name, values in VALUES.items()}
 """Two micro-batches of two."""
+FSDP1_BASE = {name: values[0] for name, values in FSDP1_VALUES.items()}
 
 
 def has_meaning(point):
@@ -36,29 +42,45 @@ def has_meaning(point):
 
 
 def name_of(point):
-    return "-".join(
-        [
-            f"micro{point['micro_batch_size']}",
-            "sync" if point["sync_each_micro_batch"] else "nosync",
-            "reshard" if point["reshard_after_forward"] else "keep",
-            f"blocks{point['blocks_per_unit']}",
-            f"{point['activation_checkpointing']}",
-            f"workers{point['num_workers']}",
+    parts = [
+        f"micro{point['micro_batch_size']}",
+        "sync" if point["sync_each_micro_batch"] else "nosync",
+        "reshard" if point["reshard_after_forward"] else "keep",
+        f"blocks{point['blocks_per_unit']}",
+        f"{point['activation_checkpointing']}",
+        f"workers{point['num_workers']}",
+    ]
+    if "limit_all_gathers" in point:
+        parts += [
+            "fsdp1",
+            "limit" if point["limit_all_gathers"] else "nolimit",
+            f"back_{point['backward_prefetch']}",
+            "forward" if point["forward_prefetch"] else "noforward",
         ]
-    )
+    return "-".join(parts)
 
 
-ALONE = [{**BASE, name: value} for name, values in VALUES.items() for value in values]
+def each_alone(values):
+    base = {name: those[0] for name, those in values.items()}
+    return [{**base, name: value} for name, those in values.items() for value in those]
+
+
 PLAIN = {"model": "untied", "precision": "fp32", "reduce_dtype": "fp32"}
-PAIRWISE = pairwise(VALUES, has_meaning)
-POINTS = {name_of(point): {**point, **PLAIN} for point in [*ALONE, *PAIRWISE]}
-POINTS |= {
-    "uneven-units": {**POINTS[name_of(BASE)], "blocks_per_unit": 3},
-    "two-workers": {**POINTS[name_of(BASE)], "num_workers": 2},
-    "tied-embeddings": {**POINTS[name_of(BASE)], "model": "tied"},
-    "bf16": {**POINTS[name_of(BASE)], "precision": "bf16", "blocks_per_unit": 2},
-    "bf16-reduced-in-bf16": {**POINTS[name_of(BASE)], "precision": "bf16", "reduce_dtype": "bf16"},
+POINTS = {
+    name_of(point): {**point, **PLAIN}
+    for values in (VALUES, FSDP1_VALUES)
+    for point in [*each_alone(values), *pairwise(values, has_meaning)]
 }
+for prefix, base in (("", BASE), ("fsdp1-", FSDP1_BASE)):
+    first = POINTS[name_of(base)]
+    POINTS |= {
+        f"{prefix}uneven-units": {**first, "blocks_per_unit": 3},
+        f"{prefix}two-workers": {**first, "num_workers": 2},
+        f"{prefix}tied-embeddings": {**first, "model": "tied"},
+        f"{prefix}bf16": {**first, "precision": "bf16", "blocks_per_unit": 2},
+        f"{prefix}bf16-reduced-in-bf16": {**first, "precision": "bf16", "reduce_dtype": "bf16"},
+        f"{prefix}bf16-nosync": {**first, "precision": "bf16", "sync_each_micro_batch": False},
+    }
 # fp32 differs from the reference only in the order of sums; bf16 keeps 8 bits of each activation.
 GRADIENT_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-4}
@@ -80,7 +102,13 @@ def knobs_of(point):
         activation_checkpointing=point["activation_checkpointing"],
         num_workers=point["num_workers"],
         prefetch_factor=2 if point["num_workers"] else None,
+        engine="fsdp1" if is_fsdp1(point) else "fsdp2",
+        **{name: point.get(name) for name in FSDP1_KNOBS},
     )
+
+
+def is_fsdp1(point):
+    return "limit_all_gathers" in point
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +143,14 @@ def seen(both_ranks, key):
 every_config = pytest.mark.parametrize("key", POINTS)
 
 
-def test_every_knob_value_and_every_two_of_them_are_in_the_suite():
-    points = list(POINTS.values())
-    for name, values in VALUES.items():
-        assert all(any(point == {**BASE, name: value} for point in ALONE) for value in values)
-    covered = {pair for point in points for pair in pairs_of(point, list(VALUES))}
-    assert covered >= set(possible_pairs(VALUES, has_meaning))
+@pytest.mark.parametrize("values", [VALUES, FSDP1_VALUES], ids=["fsdp2", "fsdp1"])
+def test_every_knob_value_and_every_two_of_them_are_in_the_suite(values):
+    axes = list(values)
+    points = [{axis: point[axis] for axis in axes} for point in POINTS.values() if set(axes) == set(point) - set(PLAIN)]
+    for point in each_alone(values):
+        assert point in points
+    covered = {pair for point in points for pair in pairs_of(point, axes)}
+    assert covered >= set(possible_pairs(values, has_meaning))
     assert all(has_meaning(point) for point in points)
 
 
@@ -162,13 +192,17 @@ def test_collectives_are_as_many_as_the_knobs_say(seen, key):
     num_micro_steps = BATCH_PER_RANK // point["micro_batch_size"]
     num_syncs = num_micro_steps if point["sync_each_micro_batch"] else 1
     per_unit = 2 if point["reshard_after_forward"] else 1  # the root's weights stay until its backward
+    num_gathers = num_micro_steps * (1 + per_unit * num_units)
+    if is_fsdp1(point) and num_syncs < num_micro_steps and not point["reshard_after_forward"]:
+        num_gathers = 1 + num_units  # SHARD_GRAD_OP inside no_sync keeps all weights for the next micro-step too
     for rank in seen:
-        assert gathers(rank) == num_micro_steps * (1 + per_unit * num_units)
+        assert gathers(rank) == num_gathers
         assert scatters(rank) == num_syncs * (1 + num_units)
 
 
 def gathers(rank):
-    return rank["collectives"]["_allgather_base_"]
+    """FSDP1 on CPU asks for the list form."""
+    return rank["collectives"].get("_allgather_base_", 0) + rank["collectives"].get("allgather_", 0)
 
 
 def scatters(rank):
@@ -179,8 +213,8 @@ def scatters(rank):
 def counts(both_ranks):
     """(all-gathers, reduce-scatters) of one optimizer step on rank 0."""
 
-    def of(**changes):
-        rank = both_ranks[0]["configs"][name_of({**BASE, **changes})]
+    def of(base=BASE, **changes):
+        rank = both_ranks[0]["configs"][name_of({**base, **changes})]
         return gathers(rank), scatters(rank)
 
     return of
@@ -200,3 +234,10 @@ def test_keeping_weights_after_forward_saves_one_gather_of_every_block(counts):
 def test_syncing_only_the_last_of_two_micro_batches_halves_the_scatters(counts):
     assert counts(sync_each_micro_batch=True) == (2 * 9, 2 * 5)
     assert counts(sync_each_micro_batch=False) == (2 * 9, 5)
+
+
+def test_the_limit_of_all_gathers_and_the_prefetches_change_no_count(counts):
+    usual = counts(FSDP1_BASE)
+    for name in FSDP1_KNOBS:
+        for value in FSDP1_VALUES[name]:
+            assert counts(FSDP1_BASE, **{name: value}) == usual

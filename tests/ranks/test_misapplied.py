@@ -22,6 +22,7 @@ ASKED = Knobs(
     num_workers=2,
     prefetch_factor=2,
 )
+FSDP1 = {"engine": "fsdp1", "limit_all_gathers": False, "backward_prefetch": "none", "forward_prefetch": True}
 NO_WORKERS = {"num_workers": 0, "prefetch_factor": None}
 
 
@@ -69,6 +70,16 @@ def differences(reason):
             {"activation_checkpointing": "asked 'selective_op', applied 'full'"},
         ),
         ("block_missed", {}, {"activation_checkpointing": "asked 'full', applied 'mixed'"}),
+        ("fsdp1_sharding", FSDP1, {"reshard_after_forward": "asked True, applied False"}),
+        ("fsdp1_limit_all_gathers", FSDP1, {"limit_all_gathers": "asked False, applied True"}),
+        ("fsdp1_backward_prefetch", FSDP1, {"backward_prefetch": "asked 'none', applied 'pre'"}),
+        ("fsdp1_forward_prefetch", FSDP1, {"forward_prefetch": "asked True, applied False"}),
+        ("fsdp1_no_sync", FSDP1, {"sync_each_micro_batch": "asked False, applied True"}),
+        (
+            "fsdp1_grouping",
+            FSDP1,
+            {"bucket_cap_mb": "asked 0.08, applied 0.04", "blocks_per_unit": "asked 2, applied 1"},
+        ),
         ("num_workers", {}, {"num_workers": "asked 2, applied 1"}),
         ("prefetch_factor", {}, {"prefetch_factor": "asked 2, applied 3"}),
     ],
@@ -83,10 +94,12 @@ def test_a_knob_without_effect_is_misapplied_and_named(ranks, text_folder, sabot
         assert report.block_times_s == []
 
 
-def test_a_model_that_is_not_sharded_is_misapplied_and_the_engine_is_named(ranks, text_folder):
-    gang = ranks.run(sabotaged(text_folder, "engine", **NO_WORKERS))
+@pytest.mark.parametrize(("sabotage", "asked"), [("engine", {}), ("fsdp1_engine", FSDP1)], ids=["fsdp2", "fsdp1"])
+def test_a_model_that_is_not_sharded_is_misapplied_and_the_engine_is_named(ranks, text_folder, sabotage, asked):
+    gang = ranks.run(sabotaged(text_folder, sabotage, **NO_WORKERS, **asked))
     assert gang.outcome is Outcome.MISAPPLIED, str(gang)
-    assert differences(gang.reports[0].reason)["engine"] == "asked 'fsdp2', applied 'none'"
+    wanted = asked.get("engine", "fsdp2")
+    assert differences(gang.reports[0].reason)["engine"] == f"asked '{wanted}', applied 'none'"
 
 
 def test_one_rank_that_misapplies_is_the_whole_trials_outcome(ranks, text_folder):
@@ -102,6 +115,7 @@ def test_one_rank_that_misapplies_is_the_whole_trials_outcome(ranks, text_folder
         {},
         {"sync_each_micro_batch": True, **NO_WORKERS},
         {"activation_checkpointing": "selective_op", "reshard_after_forward": False, **NO_WORKERS},
+        FSDP1,
     ],
 )
 def test_the_same_run_without_sabotage_is_ok(ranks, text_folder, asked):
