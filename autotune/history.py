@@ -30,6 +30,9 @@ _KNOBS = pa.struct(
         ("activation_checkpointing", pa.string()),
         ("num_workers", pa.int32()),
         ("prefetch_factor", pa.int32()),
+        ("limit_all_gathers", pa.bool_()),  # fsdp1 alone, as are the next two
+        ("backward_prefetch", pa.string()),
+        ("forward_prefetch", pa.bool_()),
     ]
 )
 _SECONDS = pa.list_(pa.float64())

@@ -13,13 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
-from trials.record import PYTHON_STDLIB, checkpoint_stride
+from trials.record import FSDP1_KNOBS, PYTHON_STDLIB, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
 Positive = Annotated[int, Field(gt=0)]
+Engine = Literal["fsdp2", "fsdp1"]
+BackwardPrefetch = Literal["pre", "post", "none"]
 
 ABSENT_KNOBS = {
-    "limit_all_gathers": "FSDP2 has no such knob: it is FSDP1's rate limiter of in-flight all-gathers",
     "grad_accum_steps": "accumulation is derived, so that the global batch stays exact: search micro_batch_size",
     "pin_memory": "always on for CUDA, absent on CPU",
 }
@@ -105,12 +106,19 @@ class Optimizer(Section):
 
 
 class Training(Section):
-    engines: tuple[Literal["fsdp2"], ...] = ("fsdp2",)
+    engines: Annotated[tuple[Engine, ...], Field(min_length=1)] = ("fsdp2",)
+    """The engines to try: fsdp2 (torch's fully_shard), fsdp1 (FullyShardedDataParallel), or both."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16: compute and gathers in bf16, master weights in fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the gradient reduction. auto: what export_for's trainer does, else fp32."""
     optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _each_engine_once(self) -> Self:
+        if len(set(self.engines)) != len(self.engines):
+            raise ValueError(f"engines = {list(self.engines)}: the same engine twice")
+        return self
 
 
 class Cluster(Section):
@@ -144,6 +152,12 @@ class Space(Section):
     activation_checkpointing: tuple[str, ...] | None = None
     num_workers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] | None = None
     prefetch_factor: tuple[Positive, ...] | None = None
+    limit_all_gathers: tuple[bool, ...] | None = None
+    """FSDP1 alone."""
+    backward_prefetch: tuple[BackwardPrefetch, ...] | None = None
+    """FSDP1 alone: pre, post or none."""
+    forward_prefetch: tuple[bool, ...] | None = None
+    """FSDP1 alone."""
 
     @model_validator(mode="after")
     def _modes_and_duplicates(self) -> Self:
@@ -169,6 +183,14 @@ class Baseline(Section):
     num_workers: Annotated[int, Field(ge=0)] | None = None
     """None: the CPUs this process may use / ranks per node, one of them kept for the rank itself."""
     prefetch_factor: Positive = 2
+    engine: Engine | None = None
+    """None: the first of training.engines. It need not be one of them."""
+    limit_all_gathers: bool | None = None
+    """FSDP1 alone; None: torch's default, true."""
+    backward_prefetch: BackwardPrefetch | None = None
+    """FSDP1 alone: pre, post or none; None: torch's default, pre."""
+    forward_prefetch: bool | None = None
+    """FSDP1 alone; None: torch's default, false."""
 
     @model_validator(mode="after")
     def _mode(self) -> Self:
@@ -233,6 +255,22 @@ class Job(Section):
         if self.training.reduce_dtype != "auto":
             return self.training.reduce_dtype
         return "bf16" if self.training.precision == "bf16" and self.export_for == "accelerate" else "fp32"
+
+    @model_validator(mode="after")
+    def _knobs_of_fsdp1(self) -> Self:
+        engines, baseline_engine = self.training.engines, self.baseline.engine or self.training.engines[0]
+        wrong = [f"space.{name}" for name in FSDP1_KNOBS if getattr(self.space, name) and "fsdp1" not in engines]
+        wrong += [
+            f"baseline.{name}"
+            for name in FSDP1_KNOBS
+            if getattr(self.baseline, name) is not None and "fsdp1" not in (baseline_engine, *engines)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)}: FSDP2 has no such knob. FSDP1's limit_all_gathers is a rate limiter of in-flight "
+                "all-gathers, and FSDP2 prefetches by itself\n    hint: remove it, or add fsdp1 to training.engines"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reduction(self) -> Self:

@@ -163,7 +163,7 @@ def _storable(applied: dict[str, Any] | None) -> dict[str, Any] | None:
     """Only what has the knob's type: a misapplied knob may read back as `mixed`, which its reason says."""
     if applied is None:
         return None
-    texts = ("engine", "activation_checkpointing")
+    texts = ("engine", "activation_checkpointing", "backward_prefetch")
     return {k: v for k, v in applied.items() if v is None or k in texts or isinstance(v, bool | int | float)}
 
 

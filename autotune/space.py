@@ -11,10 +11,17 @@ import optuna
 
 from autotune.errors import UserError
 from autotune.job import Job
-from trials.record import Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
+from trials.record import FSDP1_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
 
 ORDERED = ("micro_batch_size", "bucket_cap_mb", "activation_checkpointing", "num_workers", "prefetch_factor")
 """Sampled as an index into the candidates, from little to much; the others are yes or no."""
+
+FSDP1_DEFAULTS: dict[str, Any] = {
+    "limit_all_gathers": True,
+    "backward_prefetch": "pre",
+    "forward_prefetch": False,
+}
+"""torch's own."""
 
 PINS: dict[str, dict[str, tuple[Any, ...]]] = {
     # accelerate 1.15 by default reduces on the last micro-batch only, and checkpoints all blocks or none. It also
@@ -35,6 +42,8 @@ class Facts:
     num_blocks: int
     block_mib: tuple[float, ...]
     cpus_allowed: int
+    world_size: int = 2
+    """Ranks of a trial."""
 
 
 def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]]:
@@ -94,6 +103,10 @@ class SearchSpace:
                 activation_checkpointing=base.activation_checkpointing,
                 num_workers=workers,
                 prefetch_factor=base.prefetch_factor,
+                engine=base.engine or job.training.engines[0],
+                limit_all_gathers=base.limit_all_gathers,
+                backward_prefetch=base.backward_prefetch,
+                forward_prefetch=base.forward_prefetch,
             )
         )
 
@@ -112,11 +125,26 @@ class SearchSpace:
             "activation_checkpointing": self._checkpointing(job),
             "num_workers": self._workers(job),
             "prefetch_factor": asked.prefetch_factor or (job.baseline.prefetch_factor,),
+            "engine": job.training.engines,
         }
+        if "fsdp1" in job.training.engines:
+            found |= self._fsdp1_knobs(job)
         return {
             name: tuple(sorted(values)) if name in ORDERED and name != "activation_checkpointing" else values
             for name, values in found.items()
         }
+
+    def _fsdp1_knobs(self, job: Job) -> dict[str, tuple[Any, ...]]:
+        found = {name: getattr(job.space, name) or (self._fsdp1_value(job, name),) for name in FSDP1_KNOBS}
+        if self.facts.device == "cpu" and False in found["limit_all_gathers"]:
+            self.notes.append("space.limit_all_gathers: a CPU queues no all-gathers, so it has no effect; kept at true")
+            found["limit_all_gathers"] = (True,)
+        return found
+
+    @staticmethod
+    def _fsdp1_value(job: Job, name: str) -> Any:
+        given = getattr(job.baseline, name)
+        return FSDP1_DEFAULTS[name] if given is None else given
 
     def _bucket_caps(self, job: Job) -> tuple[float, ...]:
         asked = job.space.bucket_cap_mb
@@ -177,7 +205,21 @@ class SearchSpace:
             # With one micro-step there is nothing to hold back.
             sync_each_micro_batch=knobs.sync_each_micro_batch or knobs.grad_accum_steps == 1,
             prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
+            **self._canonical_fsdp1(knobs),
         )
+
+    def _canonical_fsdp1(self, knobs: Knobs) -> dict[str, Any]:
+        """FSDP1's own knobs: none under another engine, and what has no effect at its default."""
+        if knobs.engine != "fsdp1":
+            return dict.fromkeys(FSDP1_KNOBS)
+        found: dict[str, Any] = {
+            name: FSDP1_DEFAULTS[name] if getattr(knobs, name) is None else getattr(knobs, name) for name in FSDP1_KNOBS
+        }
+        if self.facts.device == "cpu":
+            found["limit_all_gathers"] = True
+        if self.facts.world_size == 1:
+            found["reshard_after_forward"] = False  # one rank has nothing to shard: torch makes it NO_SHARD
+        return found
 
     def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
         """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
@@ -205,6 +247,7 @@ class SearchSpace:
         micro = draw("micro_batch_size")
         accumulation = self.pairs[micro]
         workers_first = draw("num_workers")
+        engine = draw("engine")
         return self.canonical(
             Knobs(
                 micro_batch_size=micro,
@@ -216,6 +259,8 @@ class SearchSpace:
                 activation_checkpointing=draw("activation_checkpointing"),
                 num_workers=workers_first,
                 prefetch_factor=draw("prefetch_factor") if workers_first else None,
+                engine=engine,
+                **({name: draw(name) for name in FSDP1_KNOBS} if engine == "fsdp1" else {}),
             )
         )
 
@@ -255,6 +300,8 @@ class SearchSpace:
             return knobs.grad_accum_steps > 1
         if name == "prefetch_factor":
             return knobs.num_workers > 0
+        if name in FSDP1_KNOBS:
+            return knobs.engine == "fsdp1"
         return True
 
     def configs(self) -> Iterator[Knobs]:

@@ -141,7 +141,9 @@ def _content(job: Job, result: GangResult) -> dict[str, Any]:
 
 def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
     found = content["model"]
-    facts = Facts(runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"])
+    facts = Facts(
+        runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"], runner.world_size
+    )
     space = SearchSpace(job, facts)
     limits_gib = [gib for gib in (job.cluster.memory_limit_gib, found.get("device_memory_gib")) if gib is not None]
     study = Study(

@@ -27,7 +27,10 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         table.add_row("gain, 95 % interval", "", f"{100 * (gain['ratio'] - 1):+.1f} % ({low} to {high})")
     table.add_section()
     for name in SHORT_NAMES:
-        ours, theirs = value(best["settings"][name]), value(baseline["settings"][name])
+        settings = best["settings"].get(name), baseline["settings"].get(name)
+        if settings == (None, None):
+            continue  # a knob of another engine
+        ours, theirs = (value(setting) for setting in settings)
         table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)

@@ -15,6 +15,9 @@ SHORT_NAMES = {
     "num_workers": "workers",
     "prefetch_factor": "prefetch",
     "engine": "engine",
+    "limit_all_gathers": "limit gathers",
+    "backward_prefetch": "backward prefetch",
+    "forward_prefetch": "forward prefetch",
 }
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 

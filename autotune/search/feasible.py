@@ -35,6 +35,19 @@ def takes_no_less_memory(knobs: Knobs, other: Knobs) -> bool:
         and knobs.bucket_cap_mb >= other.bucket_cap_mb
         and (holds_unsharded_gradients(knobs) or not holds_unsharded_gradients(other))
         and (knobs.grad_accum_steps > 1 or other.grad_accum_steps == 1)
+        and _gathers_no_less_ahead(knobs, other)
+    )
+
+
+def _gathers_no_less_ahead(knobs: Knobs, other: Knobs) -> bool:
+    """Of FSDP1: weights that are gathered before they are needed lie in memory all the longer."""
+    if knobs.backward_prefetch is None or other.backward_prefetch is None:
+        return True
+    early = ("none", "post", "pre")
+    return (
+        early.index(knobs.backward_prefetch) >= early.index(other.backward_prefetch)
+        and (knobs.forward_prefetch or not other.forward_prefetch) is True
+        and (not knobs.limit_all_gathers or other.limit_all_gathers) is True
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -141,6 +142,20 @@ def test_dominance_compares_the_bytes_of_a_unit_and_not_the_count_of_its_blocks(
     assert small.blocks_per_unit == large.blocks_per_unit == 2
     assert takes_no_less_memory(large, small)
     assert not takes_no_less_memory(small, large)
+
+
+def test_dominance_between_engines_is_not_known_and_within_fsdp1_follows_what_is_gathered_ahead(
+    space: SearchSpace,
+) -> None:
+    def fsdp1(**changes: object) -> Knobs:
+        return replace(space.baseline, engine="fsdp1", **({**calm, **changes}))  # type: ignore[arg-type]
+
+    calm = {"limit_all_gathers": True, "backward_prefetch": "none", "forward_prefetch": False}
+    for eager in ({"limit_all_gathers": False}, {"backward_prefetch": "pre"}, {"forward_prefetch": True}):
+        assert takes_no_less_memory(fsdp1(**eager), fsdp1())
+        assert not takes_no_less_memory(fsdp1(), fsdp1(**eager))
+    assert not takes_no_less_memory(fsdp1(), space.baseline)
+    assert not takes_no_less_memory(space.baseline, fsdp1())
 
 
 def test_a_host_out_of_memory_rules_out_nothing_but_itself(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import optuna
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.space import SearchSpace, batch_pairs
-from tests.unit.conftest import make_space
-from trials.record import Knobs, group_blocks, unit_cap_mb
+from autotune.space import Facts, SearchSpace, batch_pairs
+from tests.unit.conftest import QUICK, make_job, make_space
+from trials.record import FSDP1_KNOBS, Knobs, group_blocks, unit_cap_mb
 
 
 def test_accumulation_is_derived_so_that_the_global_batch_is_exact() -> None:
@@ -92,18 +93,82 @@ def test_export_for_refuses_a_space_that_the_trainer_cannot_take() -> None:
         make_space(export_for="accelerate", space={"activation_checkpointing": ["every_2"]})
 
 
-KNOBS = st.sampled_from(list(make_space().configs()))
+BOTH: dict[str, Any] = {
+    "training": {"engines": ["fsdp2", "fsdp1"]},
+    "space": QUICK["space"]
+    | {
+        "limit_all_gathers": [True, False],
+        "backward_prefetch": ["pre", "none"],
+        "forward_prefetch": [False, True],
+    },
+}
+
+
+def two_engines(device: str = "cuda", world_size: int = 2, **sections: Any) -> SearchSpace:
+    facts = Facts(device, 4, (2.8145,) * 4, 2, world_size)
+    return SearchSpace(make_job(**(BOTH | {"cluster": {"ranks_per_node": world_size}} | sections)), facts)
+
+
+def test_the_knobs_of_an_engine_exist_only_under_it() -> None:
+    configs = list(two_engines().configs())
+    fsdp1 = [config for config in configs if config.engine == "fsdp1"]
+    fsdp2 = [config for config in configs if config.engine == "fsdp2"]
+    assert len(fsdp1) == 8 * len(fsdp2)
+    assert {tuple(getattr(config, name) for name in FSDP1_KNOBS) for config in fsdp2} == {(None, None, None)}
+    assert {config.limit_all_gathers for config in fsdp1} == {True, False}
+
+
+def test_a_knob_of_fsdp1_that_is_left_out_keeps_torchs_default() -> None:
+    space = two_engines(space={"micro_batch_size": [1]})
+    assert {tuple(getattr(c, name) for name in FSDP1_KNOBS) for c in space.configs() if c.engine == "fsdp1"} == {
+        (True, "pre", False)
+    }
+
+
+def test_on_a_cpu_limit_all_gathers_has_no_effect_which_is_said() -> None:
+    space = two_engines(device="cpu")
+    assert {config.limit_all_gathers for config in space.configs()} == {True, None}
+    assert any("space.limit_all_gathers" in note for note in space.notes)
+
+
+def test_on_one_rank_fsdp1_has_nothing_to_reshard() -> None:
+    configs = list(two_engines(world_size=1, batch={"global_batch_size": 8, "target_world_size": 1}).configs())
+    assert {config.reshard_after_forward for config in configs if config.engine == "fsdp1"} == {False}
+    assert {config.reshard_after_forward for config in configs if config.engine == "fsdp2"} == {True, False}
+
+
+def test_the_baseline_may_be_of_an_engine_that_is_not_searched() -> None:
+    space = make_space(baseline={"engine": "fsdp1", "limit_all_gathers": True, "backward_prefetch": "post"})
+    assert (space.baseline.engine, space.baseline.backward_prefetch) == ("fsdp1", "post")
+    assert not space.contains(space.baseline)
+    assert {config.engine for config in space.configs()} == {"fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"space": {"forward_prefetch": [True]}}, "space.forward_prefetch"),
+        ({"baseline": {"limit_all_gathers": False}}, "baseline.limit_all_gathers"),
+    ],
+)
+def test_a_knob_of_fsdp1_without_fsdp1_is_an_error(sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key}: FSDP2 has no such knob[\s\S]*add fsdp1 to training.engines"):
+        make_space(**sections)
+
+
+SPACES = {"fsdp2": make_space(), "both engines": two_engines()}
+KNOBS = st.sampled_from([(name, knobs) for name, space in SPACES.items() for knobs in space.configs()])
 
 
 @given(KNOBS)
-def test_canonical_is_idempotent(knobs: Knobs) -> None:
-    space = make_space()
+def test_canonical_is_idempotent(case: tuple[str, Knobs]) -> None:
+    space, knobs = SPACES[case[0]], case[1]
     assert space.canonical(space.canonical(knobs)) == space.canonical(knobs) == knobs
 
 
 @given(KNOBS)
-def test_a_config_survives_the_way_through_optuna(knobs: Knobs) -> None:
-    space = make_space()
+def test_a_config_survives_the_way_through_optuna(case: tuple[str, Knobs]) -> None:
+    space, knobs = SPACES[case[0]], case[1]
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study()
     study.enqueue_trial(space.params(knobs))
@@ -112,7 +177,8 @@ def test_a_config_survives_the_way_through_optuna(knobs: Knobs) -> None:
 
 
 @given(KNOBS)
-def test_knobs_survive_json(knobs: Knobs) -> None:
+def test_knobs_survive_json(case: tuple[str, Knobs]) -> None:
+    knobs = case[1]
     assert Knobs.from_dict(knobs.to_dict()) == knobs
 
 
