@@ -210,6 +210,10 @@ class Rank:
         report = self.report
         if self.spec.tracked_bytes is not None:
             report.allocated_bytes = self.spec.tracked_bytes
+        elif knobs.engine == "fsdp1":
+            report.warnings.append(
+                "fsdp1 on a CPU: the peak of live tensors is not known (MemTracker cannot follow it)"
+            )
         else:
             self.limit.lift()  # the tracker's own bookkeeping is not the config's
             # Two micro-steps show what any number would: gradients absent, then gradients held.
