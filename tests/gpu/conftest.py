@@ -12,7 +12,9 @@ import torch
 
 from autotune.cluster.processes import ExecLauncher, kill_groups
 from tests.ranks.harness import WAIT_S, Gang, free_port, make_spec, rank_env, show_logs
-from trials.record import FSDP1_KNOBS, PYTHON_STDLIB, Knobs, Measure, RankReport, TrialSpec
+from trials.models import DecoderWorkload
+from trials.record import FSDP1_KNOBS, PYTHON_STDLIB, Knobs, Measure, RankReport, TrialSpec, unit_cap_mb
+from trials.wrap import block_mib
 
 SMALL = {
     "vocab_size": 4096,
@@ -55,7 +57,7 @@ def gpu_spec(texts: Path, **changes: Any) -> TrialSpec:
         "grad_accum_steps": 2,
         "sync_each_micro_batch": True,
         "reshard_after_forward": True,
-        "bucket_cap_mb": 6.51,
+        "bucket_cap_mb": _one_block_mib(changes),
         "blocks_per_unit": 1,
         "activation_checkpointing": "none",
         "num_workers": 0,
@@ -82,13 +84,21 @@ def gpu_spec(texts: Path, **changes: Any) -> TrialSpec:
     )
 
 
-@pytest.fixture
-def run_gpu(tmp_path: Path) -> Callable[[TrialSpec], Gang]:
+def _one_block_mib(changes: dict[str, Any]) -> float:
+    config, precision = changes.get("model", {}).get("config", SMALL), changes.get("precision", "bf16")
+    workload = DecoderWorkload(changes.get("seq_len", 256), config=config)
+    with torch.device("meta"):
+        sizes_mib = block_mib(workload.blocks(workload.build_model()), precision)
+    return unit_cap_mb(sizes_mib, [1] * len(sizes_mib))
+
+
+@pytest.fixture(scope="session")
+def run_gpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrialSpec], Gang]:
     """Runs one trial on one rank, to its end."""
 
     def run(spec: TrialSpec) -> Gang:
-        report, log = tmp_path / "rank0.json", tmp_path / "rank0.log"
-        report.unlink(missing_ok=True)
+        folder = tmp_path_factory.mktemp("rank")
+        report, log = folder / "rank0.json", folder / "rank0.log"
         launcher = ExecLauncher()
         order = {"spec": spec.to_json(), "report": str(report)}
         pid = launcher.start(order, rank_env(0, 1, free_port()), log)
