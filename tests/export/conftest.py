@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.export import Best
@@ -32,3 +34,11 @@ def best() -> Best:
             'job: "quickstart": 4 ranks',
         ],
     )
+
+
+def fsdp1(best: Best) -> Best:
+    """The same settings for FSDP1, with those of its own knobs that are not the default."""
+    knobs = replace(
+        best.knobs, engine="fsdp1", limit_all_gathers=False, backward_prefetch="post", forward_prefetch=True
+    )
+    return replace(best, knobs=knobs)
