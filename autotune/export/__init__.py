@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from autotune.errors import UserError, nearest
-from autotune.export import accelerate, plain
+from autotune.export import accelerate, plain, transformers
 from autotune.export.base import Best, Exported, Exporter
 from trials.record import ENGINES
 
 __all__ = ["EXPORTERS", "Best", "Exported", "Exporter", "export"]
 
-EXPORTERS: dict[str, Exporter] = {"plain": plain.export, "accelerate": accelerate.export}
+EXPORTERS: dict[str, Exporter] = {
+    "plain": plain.export,
+    "accelerate": accelerate.export,
+    "transformers": transformers.export,
+}
 
 
 def export(to: str, best: Best) -> Exported:

@@ -181,13 +181,17 @@ def wrapping_notes(best: Best, set_policy: str) -> list[str]:
             "Accelerate makes units of the last norm and, in models of transformers, of the embedding and the "
             "head; measured: they are in the root's unit."
         )
-    policy = set_policy.format(mixed_precision(best))
-    if bf16 and best.reduce_dtype == "fp32":
-        notes.append(f"Accelerate's bf16 reduces gradients in bf16; measured: in fp32, as by `{policy}`.")
-    if bf16 and fsdp1:
+    does = ["reduces gradients in bf16"] if best.reduce_dtype == "fp32" else []
+    measured = ["a reduction in fp32"] if does else []
+    if fsdp1:
+        does.append("casts buffers to bf16")
+        measured.append("buffers left alone")
+    if bf16 and does:
         notes.append(
-            f"With FSDP1 accelerate's bf16 also casts buffers to bf16; measured: they are left alone, as by `{policy}`."
+            f"Accelerate's bf16 {' and '.join(does)}; measured: {' and '.join(measured)}, as by "
+            f"`{set_policy.format(mixed_precision(best))}`."
         )
+    if bf16 and fsdp1:
         notes.append("With FSDP1 accelerate's bf16 also runs the model under autocast; measured: without.")
     if best.knobs.activation_checkpointing == "full" and not fsdp1:
         notes.append(

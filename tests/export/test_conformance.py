@@ -92,7 +92,7 @@ def test_golden_files(to: str, engine: str, best: Best) -> None:
 def test_an_unknown_trainer_is_answered_with_the_nearest(best: Best) -> None:
     with pytest.raises(UserError, match=r"'acelerate': no such trainer\n.*did you mean accelerate\?"):
         export("acelerate", best)
-    with pytest.raises(UserError, match="known: accelerate, plain"):
+    with pytest.raises(UserError, match="known: accelerate, plain, transformers"):
         export("nothing like it", best)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,8 @@ from autotune.export.plain import SNIPPET_NAME
 from trials import wrap
 from trials.record import Knobs, group_blocks, unit_cap_mb
 
-from .conftest import fsdp1
+from .conftest import fsdp1, run_ranks
 from .fsdp1_rank import WORLD_SIZE, build, load_snippet, make_workload
-
-DEADLINE_S = 120.0
-"""No test measures time: this only ends a hang."""
 
 CASES: dict[str, dict[str, Any]] = {
     "case_plain": {},
@@ -70,26 +63,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )
     for name in CASES:
         (folder / f"{name}.py").write_text(export("plain", settings(name, best)).files[SNIPPET_NAME])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.export.fsdp1_rank"]
-    logs = [folder / f"rank{rank}.log" for rank in range(WORLD_SIZE)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            stdout=logs[rank].open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        codes = [rank.wait(timeout=DEADLINE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * WORLD_SIZE, "\n".join(log.read_text() for log in logs)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return run_ranks("fsdp1_rank", folder, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)
