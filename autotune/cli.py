@@ -150,9 +150,20 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
         print_best(console, best)
 
 
+class ExporterOption(click.Option):
+    """Names the exporters in its help, and only there imports them: `autotune --help` stays fast."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from autotune.export import EXPORTERS
+
+        *others, last = EXPORTERS
+        self.help = f"{', '.join(others)} or {last}."
+        return super().get_help_record(ctx)
+
+
 @cli.command()
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, help="plain or accelerate.")
+@click.option("--to", "target", required=True, cls=ExporterOption)
 @click.option(
     "--output",
     "-o",
@@ -164,7 +175,8 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
     from autotune.best import read_best, to_exportable
     from autotune.export import export as export_to
 
-    exported = export_to(target, to_exportable(read_best(run_folder)))
+    best = to_exportable(read_best(run_folder))
+    exported = export_to(target, best)
     folder = output if output is not None else run_folder / "export" / target
     main_name = next(iter(exported.files))
     if output is not None and not output.is_dir():
@@ -177,7 +189,8 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
             click.echo(f"wrote {folder / name}")
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", "give a file you can write by --output") from error
-    click.echo(f"carried: {', '.join(exported.carried)}")
+    present = [name for name in exported.carried if getattr(best.knobs, name) is not None]
+    click.echo(f"carried: {', '.join(present)}")
     for knob, need in exported.lost.items():
         click.echo(f"not carried: {knob}: {need}")
     for note in exported.notes:

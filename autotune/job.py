@@ -236,7 +236,7 @@ class Job(Section):
     budget: Budget = Budget()
     measure: MeasureSettings = MeasureSettings()
     sampler: Literal["tpe", "random"] = "tpe"
-    export_for: Literal["accelerate"] | None = None
+    export_for: Literal["accelerate", "transformers"] | None = None
     """Pins, before the search, the knobs that this trainer decides itself."""
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs/latest"
@@ -254,7 +254,8 @@ class Job(Section):
         """Of the gradient reduction: as asked, or as the trainer that is exported for does it."""
         if self.training.reduce_dtype != "auto":
             return self.training.reduce_dtype
-        return "bf16" if self.training.precision == "bf16" and self.export_for == "accelerate" else "fp32"
+        # Both trainers that can be named let accelerate set the dtypes.
+        return "bf16" if self.training.precision == "bf16" and self.export_for is not None else "fp32"
 
     @model_validator(mode="after")
     def _knobs_of_fsdp1(self) -> Self:
@@ -277,10 +278,10 @@ class Job(Section):
         asked, precision = self.training.reduce_dtype, self.training.precision
         if asked == "bf16" and precision == "fp32":
             raise ValueError("training.reduce_dtype = bf16 needs training.precision = bf16")
-        if asked == "fp32" and precision == "bf16" and self.export_for == "accelerate":
+        if asked == "fp32" and precision == "bf16" and self.export_for is not None:
             raise ValueError(
-                "training.reduce_dtype = fp32: accelerate's bf16 reduces gradients in bf16 (export_for = accelerate); "
-                "leave it at auto"
+                f"training.reduce_dtype = fp32: {self.export_for}'s bf16 reduces gradients in bf16 "
+                f"(export_for = {self.export_for}); leave it at auto"
             )
         return self
 

@@ -29,7 +29,12 @@ PINS: dict[str, dict[str, tuple[Any, ...]]] = {
     "accelerate": {
         "sync_each_micro_batch": (False,),
         "activation_checkpointing": ("none", "full"),
-    }
+    },
+    # The same of the Trainer of transformers 5.24, which leaves it to accelerate.
+    "transformers": {
+        "sync_each_micro_batch": (False,),
+        "activation_checkpointing": ("none", "full"),
+    },
 }
 """What a trainer decides itself, by `export_for`: the values it can be handed, the others are not searched."""
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from autotune.errors import UserError, nearest
-from autotune.export import accelerate, plain
+from autotune.export import accelerate, plain, transformers
 from autotune.export.base import Best, Exported, Exporter
+from trials.record import ENGINES
 
 __all__ = ["EXPORTERS", "Best", "Exported", "Exporter", "export"]
 
-EXPORTERS: dict[str, Exporter] = {"plain": plain.export, "accelerate": accelerate.export}
+EXPORTERS: dict[str, Exporter] = {
+    "plain": plain.export,
+    "accelerate": accelerate.export,
+    "transformers": transformers.export,
+}
 
 
 def export(to: str, best: Best) -> Exported:
@@ -19,9 +24,9 @@ def export(to: str, best: Best) -> Exported:
     """
     if to not in EXPORTERS:
         raise UserError(f"export to {to!r}: no such trainer", nearest(to, EXPORTERS))
-    if best.knobs.engine != "fsdp2":
+    if best.knobs.engine not in ENGINES:
         raise UserError(
             f"export to {to}: the settings are for the engine {best.knobs.engine!r}",
-            "only settings measured with fsdp2 can be exported",
+            f"settings measured with {' and '.join(ENGINES)} can be exported",
         )
     return EXPORTERS[to](best)

@@ -1,4 +1,4 @@
-"""Export for Hugging Face Accelerate: a file for `accelerate launch --config_file`, with FSDP2.
+"""Export for Hugging Face Accelerate: a file for `accelerate launch --config_file`.
 
 Checked against accelerate 1.15. Its launcher drops much without a word: keys of `fsdp_config` that it does
 not know, and of a file's other keys `same_network`, `rdzv_backend` and `enable_cpu_affinity`. So only keys
@@ -12,7 +12,14 @@ from typing import Any
 import yaml
 
 from autotune.export.base import Best, Exported, carried_without, comment, header
-from trials.record import Knobs, checkpoint_stride
+from autotune.export.lines import (
+    JOIN_GROUPS,
+    checkpoint_loop,
+    mixed_precision,
+    partial_checkpointing,
+    shard_groups,
+)
+from trials.record import Knobs
 
 FILE_NAME = "accelerate_config.yaml"
 VERSION = "1.15"
@@ -31,8 +38,7 @@ WRAP_CLASS = """\
 """
 
 TO_WRITE = "Not in this file; write it in the training script (`layers`: the model's list of blocks):"
-FP32_REDUCTION = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-BF16_REDUCTION = FP32_REDUCTION.replace("float32", "bfloat16")
+BACKWARD_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
 def export(best: Best) -> Exported:
@@ -46,9 +52,7 @@ def export(best: Best) -> Exported:
         "num_machines": 1,
         "num_processes": best.world_size,
         "fsdp_config": {
-            "fsdp_version": 2,
-            # Never left out: the launcher's default, FULL_SHARD, is an error with version 2.
-            "fsdp_reshard_after_forward": best.knobs.reshard_after_forward,
+            **_engine_keys(best.knobs),
             "fsdp_activation_checkpointing": best.knobs.activation_checkpointing == "full",
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         },
@@ -63,6 +67,21 @@ def export(best: Best) -> Exported:
         + comment(["Other than measured, though no knob:", *(f"- {note}" for note in notes)])
     )
     return Exported({FILE_NAME: text}, carried_without(lost), lost, notes)
+
+
+def _engine_keys(knobs: Knobs) -> dict[str, Any]:
+    if knobs.engine == "fsdp2":
+        # Never left out: the launcher's default, FULL_SHARD, is an error with version 2.
+        return {"fsdp_version": 2, "fsdp_reshard_after_forward": knobs.reshard_after_forward}
+    assert knobs.backward_prefetch is not None
+    return {
+        "fsdp_version": 1,
+        # With version 1 fsdp_reshard_after_forward does nothing: the launcher always sets a strategy, which wins.
+        "fsdp_sharding_strategy": "FULL_SHARD" if knobs.reshard_after_forward else "SHARD_GRAD_OP",
+        "fsdp_backward_prefetch": BACKWARD_PREFETCH[knobs.backward_prefetch],
+        "fsdp_forward_prefetch": knobs.forward_prefetch,
+        "fsdp_use_orig_params": True,
+    }
 
 
 def _lost(best: Best) -> dict[str, str]:
@@ -82,13 +101,17 @@ def _lost(best: Best) -> dict[str, str]:
         )
     mode = knobs.activation_checkpointing
     if mode not in ("none", "full"):
-        source = ", with selective_contexts from the plain export" if mode == "selective_op" else ""
         lost["activation_checkpointing"] = (
-            f"`{_checkpoint_loop(mode)}`{source}, before accelerator.prepare; accelerate itself checkpoints "
-            "all blocks or none."
+            f"{partial_checkpointing(mode)}, before accelerator.prepare; accelerate itself checkpoints all blocks or "
+            "none."
         )
     if knobs.blocks_per_unit > 1:
         lost |= _lost_grouping(best)
+    if knobs.limit_all_gathers is False:  # True is accelerate's default
+        lost["limit_all_gathers"] = (
+            "`Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(limit_all_gathers=False))`; of a key "
+            "fsdp_limit_all_gathers nothing arrives."
+        )
     return lost
 
 
@@ -108,51 +131,71 @@ def _accelerator(knobs: Knobs) -> str:
 
 def _lost_grouping(best: Best) -> dict[str, str]:
     knobs = best.knobs
-    size = knobs.blocks_per_unit
-    reduction = BF16_REDUCTION if best.reduce_dtype == "bf16" else FP32_REDUCTION
-    policy = f", mp_policy={reduction}" if best.precision == "bf16" else ""
-    options = f"reshard_after_forward={knobs.reshard_after_forward}{policy}"
-    loop = f"for i in range(0, len(layers), {size}): fully_shard(list(layers[i : i + {size}]), {options})"
-    # Accelerate leaves modules alone that are sharded already. But it looks for the block class by name, and
-    # sharding changes it, hence NO_WRAP; with NO_WRAP its own checkpointing raises; and it cannot spread
-    # weights from rank 0 that are sharded already.
     first = ""
     if knobs.activation_checkpointing == "full":
-        first = f"; checkpoint first, by fsdp_activation_checkpointing: false and `{_checkpoint_loop('full')}`"
+        first = f"; checkpoint first, by fsdp_activation_checkpointing: false and `{checkpoint_loop('full')}`"
     elif knobs.activation_checkpointing != "none":
         first = "; checkpoint first"
+    if knobs.engine == "fsdp2":
+        # Accelerate leaves modules alone that are sharded already. But it looks for the block class by name, and
+        # sharding changes it, hence NO_WRAP; with NO_WRAP its own checkpointing raises; and it cannot spread
+        # weights from rank 0 that are sharded already.
+        need = (
+            f"`{shard_groups(best)}` between Accelerator() and accelerator.prepare, and in this file "
+            f"fsdp_auto_wrap_policy: NO_WRAP and fsdp_cpu_ram_efficient_loading: false{first}."
+        )
+    else:
+        # Its own checkpointing would take the whole group for a block.
+        need = (
+            f"`{JOIN_GROUPS}`, with autotune_best.py of the plain export, before accelerator.prepare, and in this file "
+            f"fsdp_transformer_layer_cls_to_wrap: BlockGroup{first}. It renames parameters, as said there."
+        )
     return {
-        "bucket_cap_mb": f"{knobs.bucket_cap_mb} MiB is blocks_per_unit = {size}, see there.",
-        "blocks_per_unit": f"`{loop}` between Accelerator() and accelerator.prepare, and in this file "
-        f"fsdp_auto_wrap_policy: NO_WRAP and fsdp_cpu_ram_efficient_loading: false{first}.",
+        "bucket_cap_mb": f"{knobs.bucket_cap_mb} MiB is blocks_per_unit = {knobs.blocks_per_unit}, see there.",
+        "blocks_per_unit": need,
     }
 
 
-def _checkpoint_loop(mode: str) -> str:
-    stride = checkpoint_stride(mode)
-    blocks = f"range(0, len(layers), {stride})" if stride else "range(len(layers))"
-    context = ", context_fn=selective_contexts" if mode == "selective_op" else ""
-    return f"for i in {blocks}: layers[i] = checkpoint_wrapper(layers[i]{context})"
-
-
 def _notes(best: Best) -> tuple[str, ...]:
-    notes = [
+    plugin = "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={}))"
+    return (
         "On CPU accelerate does not shard at all, without a word.",
-        "Accelerate makes units of the last norm and, in models of transformers, of the embedding and the "
-        "head; measured: they are in the root's unit.",
         "Measured on GPUs with `DataLoader(..., pin_memory=True)` and copies that do not wait, as by "
         "`DataLoaderConfiguration(non_blocking=True)`.",
         "An IterableDataset is read by rank 0 for all ranks; measured: each rank reads, as by "
         "`DataLoaderConfiguration(dispatch_batches=False)`.",
-    ]
-    if best.precision == "bf16" and best.reduce_dtype == "fp32":
+        *wrapping_notes(best, plugin),
+    )
+
+
+def wrapping_notes(best: Best, set_policy: str) -> list[str]:
+    """What accelerate does to any model that it wraps, also for the Trainer of transformers.
+
+    Args:
+        set_policy: the line that sets the mixed precision policy; `{}` is the policy.
+    """
+    notes = []
+    bf16, fsdp1 = best.precision == "bf16", best.knobs.engine == "fsdp1"
+    if not fsdp1:
         notes.append(
-            "Accelerate's bf16 reduces gradients in bf16; measured: in fp32, as by `Accelerator("
-            f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={FP32_REDUCTION}))`."
+            "Accelerate makes units of the last norm and, in models of transformers, of the embedding and the "
+            "head; measured: they are in the root's unit."
         )
-    if best.knobs.activation_checkpointing == "full":
+    does = ["reduces gradients in bf16"] if best.reduce_dtype == "fp32" else []
+    measured = ["a reduction in fp32"] if does else []
+    if fsdp1:
+        does.append("casts buffers to bf16")
+        measured.append("buffers left alone")
+    if bf16 and does:
         notes.append(
-            "fsdp_activation_checkpointing does not restore the random state when it computes a block again: "
+            f"Accelerate's bf16 {' and '.join(does)}; measured: {' and '.join(measured)}, as by "
+            f"`{set_policy.format(mixed_precision(best))}`."
+        )
+    if bf16 and fsdp1:
+        notes.append("With FSDP1 accelerate's bf16 also runs the model under autocast; measured: without.")
+    if best.knobs.activation_checkpointing == "full" and not fsdp1:
+        notes.append(
+            "Accelerate's checkpointing does not restore the random state when it computes a block again: "
             "blocks with dropout get wrong gradients."
         )
-    return tuple(notes)
+    return notes

@@ -124,7 +124,7 @@ def test_show_and_export_read_the_run(finished: Path) -> None:
     assert len(data["trials"]) == len(rows(finished))
     one = autotune("show", "run", "--trial", "1", cwd=finished)
     assert "spec_digest" in one.stdout
-    for target in ("plain", "accelerate"):
+    for target in ("plain", "transformers", "accelerate"):
         exported = autotune("export", "run", "--to", target, cwd=finished)
         assert exported.returncode == 0, exported.stderr
         assert "carried: " in exported.stdout

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from autotune.export import Best
 from trials.record import Knobs
+
+DEADLINE_S = 200.0
+"""No test measures time: this only ends a hang."""
+
+
+def run_ranks(module: str, folder: Path, world_size: int, **environment: str) -> list[dict[str, Any]]:
+    """Runs `tests.export.<module>` as gloo ranks; what each wrote to rank<N>.json in `folder`."""
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+        with log.open("w") as file:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", f"tests.export.{module}", str(folder)],
+                    cwd=Path(__file__).parents[2],
+                    env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **own, **environment},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [rank.wait(timeout=DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * world_size, "\n".join(log.read_text()[-4000:] for log in logs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
 @pytest.fixture
@@ -32,3 +68,11 @@ def best() -> Best:
             'job: "quickstart": 4 ranks',
         ],
     )
+
+
+def fsdp1(best: Best) -> Best:
+    """The same settings for FSDP1, with those of its own knobs that are not the default."""
+    knobs = replace(
+        best.knobs, engine="fsdp1", limit_all_gathers=False, backward_prefetch="post", forward_prefetch=True
+    )
+    return replace(best, knobs=knobs)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.export import Best, export
+from autotune.export import Best, export, snippet_fsdp1
 from autotune.export.accelerate import FILE_NAME, VERSION
+from trials.record import ENGINES
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -20,6 +21,9 @@ from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy  # noqa: E402
+
+from .conftest import fsdp1  # noqa: E402
 
 
 def write(best: Best, folder: Path) -> Path:
@@ -42,11 +46,20 @@ def launch(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[
     return args, environment
 
 
+def plugin_on_cpu(monkeypatch: pytest.MonkeyPatch) -> FullyShardedDataParallelPlugin:
+    """What the ranks would have. To spread rank 0's weights, version 1 wants a GPU at once: only that is put off."""
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    return FullyShardedDataParallelPlugin()
+
+
 def test_this_is_the_version_whose_meaning_was_checked() -> None:
     assert accelerate.__version__.startswith(f"{VERSION}.")
 
 
-def test_every_key_is_one_the_launcher_knows(best: Best, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_key_is_one_the_launcher_knows(engine: str, best: Best, tmp_path: Path) -> None:
+    best = best if engine == "fsdp2" else fsdp1(best)
     config = load_config_from_file(str(write(best, tmp_path)))
     known = {action.dest for action in launch_command_parser()._actions}
     assert config.fsdp_config and set(config.fsdp_config) <= known
@@ -79,12 +92,71 @@ def test_settings_arrive_in_the_plugin(
     assert environment["ACCELERATE_MIXED_PRECISION"] == ("bf16" if precision == "bf16" else "no")
 
 
-def test_bf16_reduces_in_bf16_as_the_note_says(best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("limit", [True, False])
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [("pre", BackwardPrefetch.BACKWARD_PRE), ("post", BackwardPrefetch.BACKWARD_POST), ("none", None)],
+)
+def test_settings_of_fsdp1_arrive_in_the_plugin(
+    reshard: bool,
+    limit: bool,
+    prefetch: str,
+    expected: BackwardPrefetch | None,
+    best: Best,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: dict[str, Any] = {
+        "reshard_after_forward": reshard,
+        "limit_all_gathers": limit,
+        "backward_prefetch": prefetch,
+        "forward_prefetch": reshard,
+        "activation_checkpointing": "full" if limit else "none",
+    }
+    best = replace(best, knobs=replace(fsdp1(best).knobs, **changes))
+    exported = export("accelerate", best)
+    launch(write(best, tmp_path), monkeypatch)
+    plugin = plugin_on_cpu(monkeypatch)
+
+    assert set(changes) - set(exported.carried) == (set() if limit else {"limit_all_gathers"})
+    assert plugin.fsdp_version == 1
+    # The expression by which accelerate's prepare_model chooses.
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    assert strategy is (ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP)
+    assert plugin.backward_prefetch is expected
+    assert plugin.forward_prefetch is reshard
+    assert plugin.activation_checkpointing is limit
+    assert plugin.use_orig_params is True
+    assert plugin.limit_all_gathers is True
+
+
+def test_the_line_for_limit_all_gathers_keeps_what_the_file_says(
+    best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = fsdp1(best)
+    line = "`Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(limit_all_gathers=False))`"
+    assert line in export("accelerate", best).lost["limit_all_gathers"]
+    launch(write(best, tmp_path), monkeypatch)
+    plugin_on_cpu(monkeypatch)
+    plugin = FullyShardedDataParallelPlugin(limit_all_gathers=False)
+    assert plugin.limit_all_gathers is False
+    assert (plugin.fsdp_version, plugin.sharding_strategy) == (1, ShardingStrategy.SHARD_GRAD_OP)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_reduces_in_bf16_as_the_note_says(
+    engine: str, best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = best if engine == "fsdp2" else fsdp1(best)
     _, environment = launch(write(best, tmp_path), monkeypatch)
-    plugin = FullyShardedDataParallelPlugin()
+    plugin = plugin_on_cpu(monkeypatch)
     plugin.set_mixed_precision(environment["ACCELERATE_MIXED_PRECISION"])
     assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
     assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    if engine == "fsdp1":
+        assert plugin.mixed_precision_policy.buffer_dtype is torch.bfloat16
+        assert any("casts buffers to bf16" in note for note in export("accelerate", best).notes)
     assert any("reduces gradients in bf16" in note for note in export("accelerate", best).notes)
     assert not any("bf16" in note for note in export("accelerate", replace(best, precision="fp32")).notes)
 
@@ -161,6 +233,33 @@ def test_grouped_blocks_need_three_things(mode: str, checkpointing: str, best: B
         f"fsdp_cpu_ram_efficient_loading: false{checkpointing}."
     )
     assert "7.5 MiB" in lost["bucket_cap_mb"]
+
+
+def test_the_wrap_policy_finds_the_groups_of_fsdp1(best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = fsdp1(best)
+    best = replace(best, knobs=replace(best.knobs, blocks_per_unit=2))
+    assert export("accelerate", best).lost["blocks_per_unit"] == (
+        "`autotune_best.join_blocks(model, list(layers), autotune_best.group_blocks(layers))`, with autotune_best.py "
+        "of the plain export, before accelerator.prepare, and in this file fsdp_transformer_layer_cls_to_wrap: "
+        "BlockGroup; checkpoint first, by fsdp_activation_checkpointing: false and "
+        "`for i in range(len(layers)): layers[i] = checkpoint_wrapper(layers[i])`. "
+        "It renames parameters, as said there."
+    )
+    path = write(best, tmp_path)
+    text = path.read_text().replace("  # fsdp_transformer_layer", "  fsdp_transformer_layer")
+    path.write_text(text.replace("YourBlock", "BlockGroup"))
+    launch(path, monkeypatch)
+    plugin = plugin_on_cpu(monkeypatch)
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    model = torch.nn.ModuleDict({"layers": layers})
+    units = snippet_fsdp1.join_blocks(model, list(layers), [2, 2])
+    plugin.set_auto_wrap_policy(model)
+    found = [
+        module
+        for module in model.modules()
+        if plugin.auto_wrap_policy(module=module, recurse=False, nonwrapped_numel=0)
+    ]
+    assert found == units
 
 
 @pytest.mark.parametrize(

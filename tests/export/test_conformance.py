@@ -11,11 +11,13 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.export import EXPORTERS, Best, Exported, export
-from trials.record import KNOB_NAMES, Knobs
+from trials.record import BACKWARD_PREFETCH, ENGINES, KNOB_NAMES, Knobs
+
+from .conftest import fsdp1
 
 GOLDEN = Path(__file__).parent / "golden"
 
-KNOBS = [
+FSDP2_KNOBS = [
     Knobs(
         micro_batch_size=micro,
         grad_accum_steps=accumulation,
@@ -36,6 +38,13 @@ KNOBS = [
         ("none", "full", "every_3", "selective_op"),
         (0, 4),
     )
+]
+KNOBS = FSDP2_KNOBS + [
+    replace(
+        knobs, engine="fsdp1", limit_all_gathers=limit, backward_prefetch=backward, forward_prefetch=backward != "pre"
+    )
+    for limit in (True, False)
+    for knobs, backward in zip(FSDP2_KNOBS, itertools.cycle(BACKWARD_PREFETCH), strict=False)
 ]
 
 
@@ -67,11 +76,12 @@ def test_evidence_cannot_leave_its_comment(to: str, best: Best) -> None:
         assert "# one\n# two: 2\n# three\n" in text
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("to", EXPORTERS)
-def test_golden_files(to: str, best: Best) -> None:
+def test_golden_files(to: str, engine: str, best: Best) -> None:
     """After a wanted change: UPDATE_GOLDEN=1 pytest tests/export, and read the difference."""
-    files = export(to, best).files
-    folder = GOLDEN / to
+    files = export(to, best if engine == "fsdp2" else fsdp1(best)).files
+    folder = GOLDEN / (to if engine == "fsdp2" else f"{to}-{engine}")
     if os.environ.get("UPDATE_GOLDEN"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -82,7 +92,7 @@ def test_golden_files(to: str, best: Best) -> None:
 def test_an_unknown_trainer_is_answered_with_the_nearest(best: Best) -> None:
     with pytest.raises(UserError, match=r"'acelerate': no such trainer\n.*did you mean accelerate\?"):
         export("acelerate", best)
-    with pytest.raises(UserError, match="known: accelerate, plain"):
+    with pytest.raises(UserError, match="known: accelerate, plain, transformers"):
         export("nothing like it", best)
 
 

@@ -1,4 +1,4 @@
-"""The plain export: the YAML reads back, and the snippet does what it says, on one gloo rank."""
+"""The plain export: the YAML reads back, and FSDP2's snippet does what it says, on one gloo rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from autotune.export import Best, export
 from autotune.export.plain import MEANING, SNIPPET_NAME, YAML_NAME
 from trials import wrap
 from trials.models import DecoderWorkload
-from trials.record import KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
+from trials.record import ENGINES, FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
+
+from .conftest import fsdp1
 
 NUM_LAYERS = 4
 SEQ_LEN = 16
@@ -67,21 +69,26 @@ def load_snippet(best: Best, folder: Path) -> ModuleType:
 
 
 def test_yaml_reads_back_into_the_same_knobs(best: Best) -> None:
-    for knobs in (best.knobs, replace(best.knobs, num_workers=0, prefetch_factor=None, bucket_cap_mb=0.01)):
+    without_workers = replace(best.knobs, num_workers=0, prefetch_factor=None, bucket_cap_mb=0.01)
+    for knobs in (best.knobs, without_workers, fsdp1(best).knobs):
         text = export("plain", replace(best, knobs=knobs)).files[YAML_NAME]
         values = yaml.safe_load(text)
         assert Knobs.from_dict(values.pop("knobs")) == knobs
         assert values == {"precision": "bf16", "reduce_dtype": "fp32", "world_size": 16, "seq_len": 2048}
         for name in KNOB_NAMES:
-            assert f"  # {MEANING[name]}\n  {name}: " in text
+            known = knobs.engine == "fsdp1" or name not in FSDP1_KNOBS
+            assert (f"  # {MEANING[name]}\n  {name}: " in text) == known
 
 
-def test_nothing_is_lost(best: Best) -> None:
-    exported = export("plain", best)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_lost(engine: str, best: Best) -> None:
+    exported = export("plain", best if engine == "fsdp2" else fsdp1(best))
     assert exported.lost == {} and exported.carried == KNOB_NAMES
 
 
-def test_snippet_imports_only_torch_and_has_every_knob(best: Best) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_snippet_imports_only_torch_and_has_every_knob_of_its_engine(engine: str, best: Best) -> None:
+    best = best if engine == "fsdp2" else fsdp1(best)
     tree = ast.parse(export("plain", best).files[SNIPPET_NAME])
     imported = {
         name.split(".")[0]
@@ -102,7 +109,9 @@ def test_snippet_imports_only_torch_and_has_every_knob(best: Best) -> None:
         and isinstance(node.targets[0], ast.Name)
         and node.targets[0].id.lower() in (*KNOB_NAMES, "precision")
     }
-    assert constants == {**best.knobs.to_dict(), "precision": "bf16"}
+    knobs = best.knobs.to_dict()
+    expected = {name: knobs[name] for name in KNOB_NAMES if engine == "fsdp1" or name not in FSDP1_KNOBS}
+    assert constants == {**expected, "precision": "bf16"}
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "every_2", "every_4", "selective_op"])

@@ -149,9 +149,10 @@ def test_a_space_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
     assert load_job(str(path)).space.num_workers == (0, 3)
 
 
-def test_exporting_bf16_to_accelerate_reduces_as_accelerate_does() -> None:
-    job = make_job(training={"precision": "bf16"}, export_for="accelerate")
+@pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
+def test_exporting_bf16_reduces_as_the_trainer_does(trainer: str) -> None:
+    job = make_job(training={"precision": "bf16"}, export_for=trainer)
     assert job.reduce_dtype == "bf16"
     assert make_job(training={"precision": "bf16"}).reduce_dtype == "fp32"
-    with pytest.raises(UserError, match="leave it at auto"):
-        make_job(training={"precision": "bf16", "reduce_dtype": "fp32"}, export_for="accelerate")
+    with pytest.raises(UserError, match=f"{trainer}'s bf16 reduces gradients in bf16 .*; leave it at auto"):
+        make_job(training={"precision": "bf16", "reduce_dtype": "fp32"}, export_for=trainer)

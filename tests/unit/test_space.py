@@ -81,16 +81,18 @@ def test_a_stride_beyond_the_blocks_is_the_same_as_the_last_one_that_differs() -
     ] == ("full",)
 
 
-def test_export_for_accelerate_pins_what_accelerate_decides() -> None:
-    configs = list(make_space(export_for="accelerate").configs())
+@pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
+def test_export_for_pins_what_the_trainer_decides(trainer: str) -> None:
+    configs = list(make_space(export_for=trainer).configs())
     assert {c.activation_checkpointing for c in configs} == {"none", "full"}
     assert {c.blocks_per_unit for c in configs} == {1}
     assert all(c.sync_each_micro_batch == (c.grad_accum_steps == 1) for c in configs)
 
 
-def test_export_for_refuses_a_space_that_the_trainer_cannot_take() -> None:
+@pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
+def test_export_for_refuses_a_space_that_the_trainer_cannot_take(trainer: str) -> None:
     with pytest.raises(UserError, match="it has none and full"):
-        make_space(export_for="accelerate", space={"activation_checkpointing": ["every_2"]})
+        make_space(export_for=trainer, space={"activation_checkpointing": ["every_2"]})
 
 
 BOTH: dict[str, Any] = {

@@ -10,7 +10,7 @@
 # for step in range(num_steps):
 #     autotune_best.train_step(model, optimizer, batches, loss_fn)
 
-"""Tuned FSDP settings in plain PyTorch: `apply` to a model, `make_loader`, `train_step`."""
+"""Tuned FSDP2 settings in plain PyTorch: `apply` to a model, `make_loader`, `train_step`."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 PRECISION = "bf16"
 # of the gradient reduction
 REDUCE_DTYPE = "fp32"
-# fsdp2: torch.distributed.fsdp.fully_shard
+# fsdp2: torch.distributed.fsdp.fully_shard; fsdp1: FullyShardedDataParallel
 ENGINE = "fsdp2"
 # sequences per rank and micro-step
 MICRO_BATCH_SIZE = 8
@@ -69,28 +69,6 @@ def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_matmuls)
-
-
-def apply(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FSDPModule:
-    """Checkpoints and shards `model` in place. Call it before the optimizer is made.
-
-    Args:
-        model: the whole model, with fp32 parameters.
-        blocks: its transformer blocks, in order of execution.
-        mesh: of one dimension, over all ranks: `init_device_mesh("cuda", (world_size,))`.
-    """
-    units = group_blocks(blocks)
-    wrapped = checkpoint_blocks(model, blocks)
-    policy = MixedPrecisionPolicy()
-    if PRECISION == "bf16":
-        reduce_dtype = torch.bfloat16 if REDUCE_DTYPE == "bf16" else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    remaining = iter(wrapped)
-    for size in units:
-        unit = list(itertools.islice(remaining, size))
-        fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARD_AFTER_FORWARD, mp_policy=policy)
-    # The rest is the root's own unit, which torch keeps gathered from forward to backward.
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def group_blocks(blocks: Sequence[nn.Module]) -> list[int]:
@@ -149,6 +127,28 @@ def micro_batches(loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
         yield from loader
+
+
+def apply(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FSDPModule:
+    """Checkpoints and shards `model` in place. Call it before the optimizer is made.
+
+    Args:
+        model: the whole model, with fp32 parameters.
+        blocks: its transformer blocks, in order of execution.
+        mesh: of one dimension, over all ranks: `init_device_mesh("cuda", (world_size,))`.
+    """
+    units = group_blocks(blocks)
+    wrapped = checkpoint_blocks(model, blocks)
+    policy = MixedPrecisionPolicy()
+    if PRECISION == "bf16":
+        reduce_dtype = torch.bfloat16 if REDUCE_DTYPE == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    remaining = iter(wrapped)
+    for size in units:
+        unit = list(itertools.islice(remaining, size))
+        fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARD_AFTER_FORWARD, mp_policy=policy)
+    # The rest is the root's own unit, which torch keeps gathered from forward to backward.
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def train_step(

@@ -1,14 +1,12 @@
-"""Tuned FSDP settings in plain PyTorch: `apply` to a model, `make_loader`, `train_step`."""
+"""The part of the exported file that both engines share; plain.py joins it with one of snippet_fsdp*.py."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
@@ -24,6 +22,9 @@ BLOCKS_PER_UNIT: int = 1
 ACTIVATION_CHECKPOINTING: str = "none"
 NUM_WORKERS: int = 0
 PREFETCH_FACTOR: int | None = None
+LIMIT_ALL_GATHERS: bool = True
+BACKWARD_PREFETCH: str = "none"
+FORWARD_PREFETCH: bool = False
 
 aten = torch.ops.aten
 # What `selective_op` keeps instead of computing it again: matmuls, and attention on whichever device.
@@ -45,28 +46,6 @@ def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_matmuls)  # type: ignore[no-untyped-call]
-
-
-def apply(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FSDPModule:
-    """Checkpoints and shards `model` in place. Call it before the optimizer is made.
-
-    Args:
-        model: the whole model, with fp32 parameters.
-        blocks: its transformer blocks, in order of execution.
-        mesh: of one dimension, over all ranks: `init_device_mesh("cuda", (world_size,))`.
-    """
-    units = group_blocks(blocks)
-    wrapped = checkpoint_blocks(model, blocks)
-    policy = MixedPrecisionPolicy()
-    if PRECISION == "bf16":
-        reduce_dtype = torch.bfloat16 if REDUCE_DTYPE == "bf16" else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    remaining = iter(wrapped)
-    for size in units:
-        unit = list(itertools.islice(remaining, size))
-        fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARD_AFTER_FORWARD, mp_policy=policy)
-    # The rest is the root's own unit, which torch keeps gathered from forward to backward.
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def group_blocks(blocks: Sequence[nn.Module]) -> list[int]:
@@ -125,28 +104,3 @@ def micro_batches(loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
         yield from loader
-
-
-def train_step(
-    model: FSDPModule,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Any],
-    loss_fn: Callable[[Any, Any], Tensor],
-) -> Tensor:
-    """One optimizer step of GRAD_ACCUM_STEPS micro-batches; the mean loss on this rank.
-
-    Args:
-        batches: from `micro_batches`.
-        loss_fn: (model, batch) -> mean loss; moves the batch to the device with `non_blocking=True`.
-    """
-    losses = []
-    for micro_step in range(GRAD_ACCUM_STEPS):
-        last = micro_step == GRAD_ACCUM_STEPS - 1
-        model.set_requires_gradient_sync(last or SYNC_EACH_MICRO_BATCH)
-        model.set_is_last_backward(last)
-        loss = loss_fn(model, next(batches)) / GRAD_ACCUM_STEPS
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).sum()
