@@ -105,10 +105,11 @@ def read_back(model: ShardedModel) -> dict[str, Any]:
     found = model.read()
     if found["engine"] == "none":
         return found
-    return found | {"activation_checkpointing": _read_checkpointing(model.blocks)}
+    return found | {"activation_checkpointing": read_checkpointing(model.blocks)}
 
 
-def _read_checkpointing(blocks: Sequence[nn.Module]) -> str:
+def read_checkpointing(blocks: Sequence[nn.Module]) -> str:
+    """The mode that the blocks' wrappers amount to; `mixed` if none does."""
     wrapped = [isinstance(block, CheckpointWrapper) for block in blocks]
     if not any(wrapped):
         return "none"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from trials.engines import fsdp1
 from trials.models import DecoderWorkload
 
 WORLD_SIZE = 2
@@ -80,6 +81,12 @@ def read_unit(unit: FullyShardedDataParallel) -> dict[str, Any]:
     }
 
 
+def wrapped_blocks(sharded: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """As the trials hold them: the checkpoint wrapper where there is one."""
+    around = {m._checkpoint_wrapped_module: m for m in sharded.modules() if isinstance(m, CheckpointWrapper)}
+    return [around.get(block, block) for block in blocks]
+
+
 def check(path: Path, rank: int) -> dict[str, Any]:
     snippet, workload = load_snippet(path), make_workload()
     model = build(workload)
@@ -102,6 +109,7 @@ def check(path: Path, rank: int) -> dict[str, Any]:
         pairs = zip(reference.parameters(), sharded.parameters(), strict=True)
         difference = max(float((expected - found).abs().max()) for expected, found in pairs)
     return {
+        "read_by_the_trials": fsdp1.read(sharded, wrapped_blocks(sharded, blocks)),
         "units": [read_unit(unit) for unit in units],
         "checkpointed": [id(block) in checkpointed for block in blocks],
         "selective": any(

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from autotune.export import Best, export
 from autotune.export.plain import MEANING, SNIPPET_NAME, YAML_NAME
 from trials import wrap
+from trials.engines import fsdp2
 from trials.models import DecoderWorkload
 from trials.record import ENGINES, FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
 
@@ -146,9 +147,10 @@ def test_snippet_wraps_as_the_trials_do(
     # selective_op is recognised by the function that chooses; the snippet has its own, for the same ops.
     monkeypatch.setattr(wrap, "selective_contexts", snippet.selective_contexts)
     assert set(snippet.KEPT_OPS) == wrap.KEPT_OPS
-    read = wrap.read_wrapping(model, names)
+    blocks = [model.get_submodule(name) for name in names]
+    read = fsdp2.read(model, blocks) | {"activation_checkpointing": wrap.read_checkpointing(blocks)}
     assert read == {name: getattr(knobs, name) for name in read}
-    policies = {wrap.param_groups(module)[0].mp_policy for module in (model, model.get_submodule(names[0]))}
+    policies = {fsdp2.param_groups(module)[0].mp_policy for module in (model, model.get_submodule(names[0]))}
     assert {(policy.param_dtype, policy.reduce_dtype) for policy in policies} == {
         (torch.bfloat16, torch.float32) if precision == "bf16" else (None, None)
     }
@@ -173,7 +175,7 @@ def test_train_step_syncs_and_accumulates(
     synced: list[bool] = []
 
     def loss_fn(sharded: nn.Module, batch: Tensor) -> Tensor:
-        synced.extend(group.reduce_grads for group in wrap.param_groups(sharded))
+        synced.extend(group.reduce_grads for group in fsdp2.param_groups(sharded))
         return workload.loss(sharded, batch)
 
     snippet.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens(), loss_fn)

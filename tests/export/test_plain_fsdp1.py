@@ -88,6 +88,14 @@ def test_snippet_applies_its_settings(name: str, best: Best, seen: list[dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_snippet_wraps_as_the_trials_do(name: str, best: Best, seen: list[dict[str, Any]]) -> None:
+    knobs = settings(name, best).knobs
+    for rank in seen:
+        read = rank[name]["read_by_the_trials"]
+        assert read == {knob: getattr(knobs, knob) for knob in read}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_snippet_checkpoints_inside_the_unit(name: str, best: Best, seen: list[dict[str, Any]]) -> None:
     mode = settings(name, best).knobs.activation_checkpointing
     every = {"none": 5, "full": 1, "selective_op": 1, "every_2": 2, "every_3": 3}[mode]

@@ -60,21 +60,26 @@ class Fsdp1:
         return self._probe is None or self._probe._sync_gradients
 
     def read(self) -> dict[str, Any]:
-        units = list(dict.fromkeys(_unit_of(self.module, block) for block in self.blocks))
-        if not isinstance(self.module, FullyShardedDataParallel) or None in units or self.module in units:
-            return {"engine": "none"}
-        found = [unit for unit in units if unit is not None and unit._handle is not None]
-        everywhere = [self.module, *found]
-        members = [sum(block in set(unit.modules()) for block in self.blocks) for unit in found]
-        return {
-            "engine": "fsdp1",
-            "reshard_after_forward": one_of({RESHARDS.get(unit._handle._sharding_strategy, "mixed") for unit in found}),
-            "blocks_per_unit": max(members),
-            "bucket_cap_mb": unit_cap_mb([_unsharded_mib(unit) for unit in found], [1] * len(found)),
-            "limit_all_gathers": one_of({unit.limit_all_gathers for unit in everywhere}),
-            "backward_prefetch": one_of({_PREFETCH_NAMES[unit.backward_prefetch] for unit in everywhere}),
-            "forward_prefetch": one_of({unit.forward_prefetch for unit in everywhere}),
-        }
+        return read(self.module, self.blocks)
+
+
+def read(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """The knobs that sharding decides, from the live module and its blocks; `engine` is `none` if it is another's."""
+    units = list(dict.fromkeys(_unit_of(module, block) for block in blocks))
+    if not isinstance(module, FullyShardedDataParallel) or None in units or module in units:
+        return {"engine": "none"}
+    found = [unit for unit in units if unit is not None and unit._handle is not None]
+    everywhere = [module, *found]
+    members = [sum(block in set(unit.modules()) for block in blocks) for unit in found]
+    return {
+        "engine": "fsdp1",
+        "reshard_after_forward": one_of({RESHARDS.get(unit._handle._sharding_strategy, "mixed") for unit in found}),
+        "blocks_per_unit": max(members),
+        "bucket_cap_mb": unit_cap_mb([_unsharded_mib(unit) for unit in found], [1] * len(found)),
+        "limit_all_gathers": one_of({unit.limit_all_gathers for unit in everywhere}),
+        "backward_prefetch": one_of({_PREFETCH_NAMES[unit.backward_prefetch] for unit in everywhere}),
+        "forward_prefetch": one_of({unit.forward_prefetch for unit in everywhere}),
+    }
 
 
 class BlockGroup(nn.Module):

@@ -45,19 +45,24 @@ class Fsdp2:
         return any(group.reduce_grads for group in param_groups(self.blocks[0]))
 
     def read(self) -> dict[str, Any]:
-        groups = [param_groups(block) for block in self.blocks]
-        if not isinstance(self.module, FSDPModule) or not all(groups):
-            return {"engine": "none"}
-        units, sizes_mib = _read_units([group[0] for group in groups])
-        return {
-            "engine": "fsdp2",
-            "reshard_after_forward": one_of({group[0]._reshard_after_forward for group in groups}),
-            "blocks_per_unit": max(units),
-            "bucket_cap_mb": unit_cap_mb(sizes_mib, [1] * len(sizes_mib)),
-            "limit_all_gathers": None,
-            "backward_prefetch": None,
-            "forward_prefetch": None,
-        }
+        return read(self.module, self.blocks)
+
+
+def read(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """The knobs that sharding decides, from the live module and its blocks; `engine` is `none` if it is another's."""
+    groups = [param_groups(block) for block in blocks]
+    if not isinstance(module, FSDPModule) or not all(groups):
+        return {"engine": "none"}
+    units, sizes_mib = _read_units([group[0] for group in groups])
+    return {
+        "engine": "fsdp2",
+        "reshard_after_forward": one_of({group[0]._reshard_after_forward for group in groups}),
+        "blocks_per_unit": max(units),
+        "bucket_cap_mb": unit_cap_mb(sizes_mib, [1] * len(sizes_mib)),
+        "limit_all_gathers": None,
+        "backward_prefetch": None,
+        "forward_prefetch": None,
+    }
 
 
 def initialise(model: nn.Module, workload: Workload, device: torch.device, seed: int) -> None:

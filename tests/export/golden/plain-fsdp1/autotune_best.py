@@ -154,9 +154,11 @@ def apply(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -
         "device_id": device,
     }
     if PRECISION == "bf16":
-        # Buffers keep their dtype.
+        # Buffers keep their dtype; what enters a unit is cast, as FSDP2 does.
         reduce_dtype = torch.bfloat16 if REDUCE_DTYPE == "bf16" else torch.float32
-        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        options["mixed_precision"] = MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=True
+        )
     names = {module: name for name, module in model.named_modules()}
     for unit in units:
         model.set_submodule(names[unit], FullyShardedDataParallel(unit, **options))
