@@ -30,9 +30,20 @@ _KNOBS = pa.struct(
         ("activation_checkpointing", pa.string()),
         ("num_workers", pa.int32()),
         ("prefetch_factor", pa.int32()),
-        ("limit_all_gathers", pa.bool_()),  # fsdp1 alone, as are the next two
+        # Null where the engine has no such knob:
+        ("keep_last_units", pa.int32()),
+        ("reshard_group_size", pa.int32()),
+        ("forward_prefetch_units", pa.int32()),
+        ("backward_prefetch_units", pa.int32()),
+        ("replicate_degree", pa.int32()),
+        ("reduce_dtype", pa.string()),
+        ("cpu_offload", pa.bool_()),
+        ("limit_all_gathers", pa.bool_()),
         ("backward_prefetch", pa.string()),
         ("forward_prefetch", pa.bool_()),
+        ("compile", pa.bool_()),
+        ("attention_backend", pa.string()),
+        ("fused_optimizer", pa.bool_()),
     ]
 )
 _SECONDS = pa.list_(pa.float64())
@@ -96,6 +107,7 @@ SCHEMA = pa.schema(
         ("detected_s", pa.float64()),  # from the start of the ranks to the first sign of failure
         ("world_size", pa.int32()),
         ("hosts", pa.list_(pa.string())),  # one entry a rank
+        ("attention_backend", pa.string()),  # the kernel that was seen; null where blocks are compiled
         ("device_name", pa.string()),
         ("torch_version", pa.string()),
         ("driver_version", pa.string()),

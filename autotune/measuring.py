@@ -51,7 +51,6 @@ def make_spec(
         data=job.data.model_dump(),
         global_batch_size=job.global_batch_size // job.batch.target_world_size * runner.world_size,
         precision=job.training.precision,
-        reduce_dtype=job.reduce_dtype,
         optimizer=job.training.optimizer.model_dump(mode="json"),
         world_size=runner.world_size,
         device=runner.device,
@@ -61,6 +60,7 @@ def make_spec(
         round=round_number,
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
+        compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
     )
 

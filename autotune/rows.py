@@ -163,7 +163,7 @@ def _storable(applied: dict[str, Any] | None) -> dict[str, Any] | None:
     """Only what has the knob's type: a misapplied knob may read back as `mixed`, which its reason says."""
     if applied is None:
         return None
-    texts = ("engine", "activation_checkpointing", "backward_prefetch")
+    texts = ("engine", "activation_checkpointing", "backward_prefetch", "attention_backend", "reduce_dtype")
     return {k: v for k, v in applied.items() if v is None or k in texts or isinstance(v, bool | int | float)}
 
 
@@ -177,7 +177,6 @@ def workload_digest(spec: TrialSpec) -> str:
             spec.data,
             spec.global_batch_size,
             spec.precision,
-            spec.reduce_dtype,
             spec.optimizer,
         ]
     )
@@ -191,6 +190,7 @@ def _environment(reports: list[RankReport]) -> dict[str, Any]:
     return {
         "device_name": first.device_name,
         "torch_version": first.torch_version,
+        "attention_backend": first.attention_backend or None,
         "driver_version": first.driver_version,
         "nccl_version": first.nccl_version,
         "phase_s": {phase: max(report.phase_s.get(phase, 0.0) for report in reports) for phase in sorted(phases)},

@@ -11,17 +11,20 @@ import optuna
 
 from autotune.errors import UserError
 from autotune.job import Job
-from trials.record import FSDP1_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
+from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
 
 ORDERED = ("micro_batch_size", "bucket_cap_mb", "activation_checkpointing", "num_workers", "prefetch_factor")
 """Sampled as an index into the candidates, from little to much; the others are yes or no."""
 
-FSDP1_DEFAULTS: dict[str, Any] = {
-    "limit_all_gathers": True,
-    "backward_prefetch": "pre",
-    "forward_prefetch": False,
-}
-"""torch's own."""
+EXTRA_KNOBS = (
+    *(name for name in ENGINE_KNOBS if name != "reshard_after_forward"),
+    "compile",
+    "attention_backend",
+    "fused_optimizer",
+)
+"""Knobs that are searched only where they are listed."""
+DDP_CAP_MB = 25.0
+"""torch's default."""
 
 PINS: dict[str, dict[str, tuple[Any, ...]]] = {
     # accelerate 1.15 by default reduces on the last micro-batch only, and checkpoints all blocks or none. It also

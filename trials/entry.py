@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from trials import data, flops, memory, survey, timing, wrap
+from trials import attention, data, flops, memory, survey, timing, wrap
 from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
@@ -106,14 +106,17 @@ class Rank:
         self._set_limit()
         self.enter("build")
         model = self._build(workload, knobs)
-        optimizer = make_optimizer(model.module, spec.optimizer)
+        optimizer = make_optimizer(model.module, spec.optimizer, knobs.fused_optimizer)
         stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device)
+        attention_backend = self._first_step(stepper)
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
         self.report.applied = {
             **wrap.read_back(model),
             **stepper.observed(),
             **read_loader(loader, batches),
+            "attention_backend": attention_backend,
+            "fused_optimizer": bool(optimizer.defaults["fused"]),
         }
         wrap.compare(knobs, self.report.applied)
         self.enter("drain")
@@ -170,10 +173,46 @@ class Rank:
         spec = self.spec
         mesh = init_device_mesh(spec.device, (spec.world_size,))
         device = torch.device("cuda", self.local_rank) if spec.device == "cuda" else torch.device("cpu")
-        model = wrap.build(workload, knobs, spec.precision, spec.reduce_dtype, mesh, device, spec.seed)
+        model = wrap.build(workload, knobs, spec.precision, mesh, device, spec.seed)
         if spec.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not its initialisation's
         return model
+
+    def _first_step(self, stepper: Stepper) -> str:
+        """Compiles, if asked; else shows which attention kernel runs. The knob's value, as far as it was seen.
+
+        Raises:
+            TrialError: outcome `timeout`; compiling took longer than its own limit.
+        """
+        asked = stepper.knobs.attention_backend
+        if stepper.knobs.compile:
+            self.enter("compile")
+            started = time.perf_counter()
+            stepper.step()
+            self._synchronize()
+            took_s, limit_s = self._slowest(time.perf_counter() - started), self.spec.compile_timeout_s
+            if took_s > limit_s:
+                raise TrialError(
+                    Outcome.TIMEOUT, f"compiling took {took_s:.0f} s; measure.compile_timeout_s = {limit_s:.0f}"
+                )
+            return asked
+        self.enter("first_step")
+        with attention.Watch(self.spec.seq_len) as watch:
+            self._watched(stepper.step)
+        self.report.attention_backend = watch.used
+        if watch.used == "math" and asked == "auto":
+            self.report.warnings.append(
+                f"attention writes out {self.spec.seq_len} x {self.spec.seq_len} scores: before any other setting, "
+                "call torch's scaled_dot_product_attention, in a form that its fused kernels take"
+            )
+        return asked if asked == "auto" else watch.used
+
+    def _watched(self, steps: Callable[[], None]) -> None:
+        """Runs untimed steps, under the memory sampler on a CPU."""
+        if self.limit is not None:
+            self.limit.watch(steps)
+        else:
+            steps()
 
     def _warm_up(self, stepper: Stepper) -> float:
         """Seconds of the last warm-up step, slowest rank; the first steps also show the memory peak."""
@@ -187,10 +226,7 @@ class Rank:
                 self._synchronize()
                 last_s = time.perf_counter() - started
 
-        if self.limit is not None:
-            self.limit.watch(steps)
-        else:
-            steps()
+        self._watched(steps)
         return self._slowest(last_s)
 
     def _record(self, measured: timing.Timing, stepper: Stepper, knobs: Knobs) -> None:
@@ -241,13 +277,14 @@ class Rank:
         return values / self.spec.world_size
 
 
-def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters."""
+def make_optimizer(model: nn.Module, options: dict[str, Any], fused: bool = False) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters; not fused, torch chooses (a loop over groups of tensors on CUDA)."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=options["lr"],
         betas=tuple(options["betas"]),
         weight_decay=options["weight_decay"],
+        fused=fused or None,
     )
 
 

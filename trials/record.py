@@ -14,8 +14,9 @@ PYTHON_STDLIB = "python-stdlib"
 """`data.source` for the text that every machine has: this interpreter's own library source."""
 
 
-ENGINES = ("fsdp2", "fsdp1")
+ENGINES = ("fsdp2", "fsdp1", "ddp")
 BACKWARD_PREFETCH = ("pre", "post", "none")
+ATTENTION_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 _KNOB_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
@@ -24,6 +25,33 @@ _KNOB_TYPES: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "bool | None": (bool, type(None)),
     "str | None": (str, type(None)),
+}
+
+
+@dataclass(frozen=True)
+class EngineKnob:
+    """A knob that not every engine has."""
+
+    engines: tuple[str, ...]
+    default: Any
+    """torch's own, or what leaves torch alone."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    values: tuple[Any, ...] | None = None
+    """All there are, if they are few."""
+
+
+ENGINE_KNOBS: dict[str, EngineKnob] = {
+    "reshard_after_forward": EngineKnob(("fsdp2", "fsdp1"), True),
+    "keep_last_units": EngineKnob(("fsdp2",), 0),
+    "reshard_group_size": EngineKnob(("fsdp2",), 0),
+    "forward_prefetch_units": EngineKnob(("fsdp2",), 0),
+    "backward_prefetch_units": EngineKnob(("fsdp2",), 0),
+    "replicate_degree": EngineKnob(("fsdp2", "fsdp1"), 1),
+    "reduce_dtype": EngineKnob(("fsdp2", "fsdp1"), "fp32", values=("fp32", "bf16")),
+    "cpu_offload": EngineKnob(("fsdp2",), False, devices=("cuda",)),
+    "limit_all_gathers": EngineKnob(("fsdp1",), True),
+    "backward_prefetch": EngineKnob(("fsdp1",), "pre", values=BACKWARD_PREFETCH),
+    "forward_prefetch": EngineKnob(("fsdp1",), False),
 }
 
 
@@ -40,12 +68,13 @@ class Knobs:
     """Micro-steps per optimizer step; always derived from the global batch, never sampled."""
     sync_each_micro_batch: bool
     """True: gradients are reduce-scattered after every micro-step. False: only after the last one."""
-    reshard_after_forward: bool
+    reshard_after_forward: bool | None
     """True: a unit's weights are freed after its forward and gathered again for its backward (FSDP1: FULL_SHARD).
     False: they stay until its backward (FSDP1: SHARD_GRAD_OP)."""
     bucket_cap_mb: float
-    """MiB of unsharded weights, in the parameter dtype, that one FSDP unit of consecutive blocks may hold."""
-    blocks_per_unit: int
+    """MiB of unsharded weights, in the parameter dtype, that one FSDP unit of consecutive blocks may hold; under DDP,
+    MiB of gradients in one all-reduce."""
+    blocks_per_unit: int | None
     """Blocks that `bucket_cap_mb` puts in one FSDP unit; recorded, so that equal caps are seen to be equal."""
     activation_checkpointing: str
     """`none`, `full`, `every_K` (every K-th block is checkpointed) or `selective_op` (matmuls and SDPA are kept)."""
@@ -54,14 +83,44 @@ class Knobs:
     prefetch_factor: int | None
     """Batches each worker keeps ready; None without workers."""
     engine: str = "fsdp2"
-    """`fsdp2` (torch's fully_shard) or `fsdp1` (FullyShardedDataParallel)."""
+    """`fsdp2` (torch's fully_shard), `fsdp1` (FullyShardedDataParallel) or `ddp` (DistributedDataParallel)."""
+    keep_last_units: int | None = None
+    """FSDP2. Of the units that are freed after forward, so many of the last are kept: the backward needs them first."""
+    reshard_group_size: int | None = None
+    """FSDP2. After forward, weights are spread over so many ranks, so that gathers stay inside a node; 0: over all."""
+    forward_prefetch_units: int | None = None
+    """FSDP2. Units whose all-gather is queued ahead in forward; 0: torch's own order."""
+    backward_prefetch_units: int | None = None
+    """FSDP2. Units whose all-gather is queued ahead in backward; 0: torch's own, which is one."""
+    replicate_degree: int | None = None
+    """Copies of the sharded model (HSDP): weights are sharded over world size / this many ranks. 1: plain FSDP."""
+    reduce_dtype: str | None = None
+    """`fp32` or `bf16`, of the gradient reduction under bf16 precision."""
+    cpu_offload: bool | None = None
+    """FSDP2 on CUDA. Weights, gradients and the optimizer live in pinned host memory."""
     limit_all_gathers: bool | None = None
-    """FSDP1 alone. True: the CPU thread waits before it queues a third all-gather. It frees nothing by itself."""
+    """FSDP1. True: the CPU thread waits before it queues a third all-gather. It frees nothing by itself."""
     backward_prefetch: str | None = None
-    """FSDP1 alone. The next unit's weights are gathered before (`pre`) or after (`post`) the present unit's gradients
-    are computed, or when they are needed (`none`)."""
+    """FSDP1. The next unit's weights are gathered before (`pre`) or after (`post`) the present unit's gradients are
+    computed, or when they are needed (`none`)."""
     forward_prefetch: bool | None = None
-    """FSDP1 alone. True: the next unit's all-gather is queued before the present unit's forward."""
+    """FSDP1. True: the next unit's all-gather is queued before the present unit's forward."""
+    compile: bool = False
+    """torch.compile of each block."""
+    attention_backend: str = "auto"
+    """Of scaled_dot_product_attention: torch's choice, or only flash, efficient, cudnn or math."""
+    fused_optimizer: bool = False
+    """One kernel for the whole AdamW update."""
+
+    def __post_init__(self) -> None:
+        """A knob that the engine has not is None; one that it has and that was not given is torch's default."""
+        for name, knob in ENGINE_KNOBS.items():
+            if self.engine not in knob.engines:
+                object.__setattr__(self, name, None)
+            elif getattr(self, name) is None:
+                object.__setattr__(self, name, knob.default)
+        if self.engine == "ddp":
+            object.__setattr__(self, "blocks_per_unit", None)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -82,11 +141,16 @@ class Knobs:
         checkpoint_stride(knobs.activation_checkpointing)
         if knobs.engine not in ENGINES:
             raise ValueError(f"engine = {knobs.engine!r}: known are {ENGINES}")
-        if knobs.backward_prefetch not in (*BACKWARD_PREFETCH, None):
-            raise ValueError(f"backward_prefetch = {knobs.backward_prefetch!r}: known are {BACKWARD_PREFETCH}")
-        given = [name for name in FSDP1_KNOBS if getattr(knobs, name) is not None]
-        if given != (list(FSDP1_KNOBS) if knobs.engine == "fsdp1" else []):
-            raise ValueError(f"{', '.join(FSDP1_KNOBS)}: fsdp1 has all three and no other engine any; given: {given}")
+        if knobs.attention_backend not in ATTENTION_BACKENDS:
+            raise ValueError(f"attention_backend = {knobs.attention_backend!r}: known are {ATTENTION_BACKENDS}")
+        for name, knob in ENGINE_KNOBS.items():
+            given, kept = values.get(name), getattr(knobs, name)
+            if given is not None and kept is None:
+                raise ValueError(f"{name} = {given!r}: {knobs.engine} has no such knob")
+            if knob.values is not None and kept not in (*knob.values, None):
+                raise ValueError(f"{name} = {kept!r}: known are {knob.values}")
+        if knobs.blocks_per_unit is None and knobs.engine != "ddp":
+            raise ValueError("blocks_per_unit is missing")
         return knobs
 
 
@@ -167,8 +231,6 @@ class TrialSpec:
     """Sequences per optimizer step over the ranks of this trial."""
     precision: str
     """`fp32`, or `bf16` (bf16 compute and gathers, fp32 master weights)."""
-    reduce_dtype: str
-    """`fp32` or `bf16`: of the gradient reduction."""
     optimizer: dict[str, Any]
     world_size: int
     device: str
@@ -182,6 +244,8 @@ class TrialSpec:
     memory_limit_gib: float | None = None
     """Limit per rank: of the CUDA caching allocator, or on CPU of the data segment's growth (RLIMIT_DATA)."""
     process_group_timeout_s: float = 120.0
+    compile_timeout_s: float = 300.0
+    """For the first step of a trial with compiled blocks."""
     import_paths: tuple[str, ...] = ()
     """Folders where `package.module:factory` is looked for, after everything else."""
     hardware_flops_per_token: float | None = None
@@ -226,7 +290,8 @@ class RankReport:
     outcome: str = "crashed"
     reason: str = ""
     phase: str = "start"
-    """What the rank was doing: start, process_group, data, build, warmup, drain, timed, memory, flops, done."""
+    """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
+    memory, flops, done."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""
@@ -258,6 +323,8 @@ class RankReport:
     host: str = ""
     device_name: str = ""
     torch_version: str = ""
+    attention_backend: str = ""
+    """The kernel that was seen: flash, efficient, cudnn, math (scores written out), none; empty if not looked at."""
     driver_version: str = ""
     nccl_version: str = ""
     survey: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trials import attention
 from trials.engines import ShardedModel
 from trials.record import Knobs
 
@@ -53,7 +54,10 @@ class Stepper:
             started = time.perf_counter()
             tokens = next(self.batches)
             self.data_wait_s += time.perf_counter() - started
-            with self.model.micro_step(last=last, sync=self.knobs.sync_each_micro_batch):
+            with (
+                self.model.micro_step(last=last, sync=self.knobs.sync_each_micro_batch),
+                attention.only(self.knobs.attention_backend),
+            ):
                 self._observe(tokens, last)
                 loss = self.loss(self.model.module, tokens.to(self.device, non_blocking=True)) / count
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trials.engines import SHARD, Plan, ShardedModel
-from trials.engines.base import MIB
+from trials.engines.base import MIB, one_of
 from trials.outcome import Outcome, TrialError
 from trials.record import Knobs, checkpoint_stride
 from trials.workload import Workload
@@ -79,12 +79,11 @@ def build(
     workload: Workload,
     knobs: Knobs,
     precision: str,
-    reduce_dtype: str,
     mesh: DeviceMesh,
     device: torch.device,
     seed: int,
 ) -> ShardedModel:
-    """The workload's model: checkpointed, sharded by the engine, and initialised.
+    """The workload's model: checkpointed, its blocks compiled if asked, sharded by the engine, and initialised.
 
     Raises:
         TrialError: outcome `invalid`; the model has no blocks, or not what the engine needs.
@@ -96,7 +95,10 @@ def build(
     sizes_mib = block_mib(blocks, precision)
     apply_checkpointing(model, names, knobs.activation_checkpointing)
     wrapped = [model.get_submodule(name) for name in names]
-    plan = Plan(model, wrapped, sizes_mib, knobs, precision, reduce_dtype, mesh, device, workload, seed)
+    if knobs.compile:
+        for block in wrapped:
+            block.compile()
+    plan = Plan(model, wrapped, sizes_mib, knobs, precision, mesh, device, workload, seed)
     return SHARD[knobs.engine](plan)
 
 
@@ -105,7 +107,10 @@ def read_back(model: ShardedModel) -> dict[str, Any]:
     found = model.read()
     if found["engine"] == "none":
         return found
-    return found | {"activation_checkpointing": read_checkpointing(model.blocks)}
+    return found | {
+        "activation_checkpointing": read_checkpointing(model.blocks),
+        "compile": one_of({block._compiled_call_impl is not None for block in model.blocks}),
+    }
 
 
 def read_checkpointing(blocks: Sequence[nn.Module]) -> str:

@@ -15,9 +15,19 @@ SHORT_NAMES = {
     "num_workers": "workers",
     "prefetch_factor": "prefetch",
     "engine": "engine",
+    "keep_last_units": "keep last",
+    "reshard_group_size": "reshard over",
+    "forward_prefetch_units": "units ahead",
+    "backward_prefetch_units": "units behind",
+    "replicate_degree": "copies",
+    "reduce_dtype": "reduce",
+    "cpu_offload": "offload",
     "limit_all_gathers": "limit gathers",
     "backward_prefetch": "backward prefetch",
     "forward_prefetch": "forward prefetch",
+    "compile": "compile",
+    "attention_backend": "attention",
+    "fused_optimizer": "fused adamw",
 }
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trials.record import Knobs, checkpoint_stride
+from trials.record import KNOB_NAMES, Knobs, checkpoint_stride
 
 
 def holds_unsharded_gradients(knobs: Knobs) -> bool:
@@ -21,33 +21,59 @@ def _keeps_no_less(mode: str, other: str) -> bool:
     return stride is not None and other_stride is not None and stride >= other_stride
 
 
+COMPARED = frozenset(
+    {
+        "micro_batch_size",
+        "grad_accum_steps",
+        "sync_each_micro_batch",
+        "reshard_after_forward",
+        "bucket_cap_mb",
+        "blocks_per_unit",
+        "activation_checkpointing",
+        "keep_last_units",
+        "forward_prefetch_units",
+        "backward_prefetch_units",
+        "limit_all_gathers",
+        "backward_prefetch",
+        "forward_prefetch",
+    }
+)
+"""Knobs whose effect on a rank's memory has a known direction."""
+HOST_ONLY = frozenset({"num_workers", "prefetch_factor"})
+"""A loader's memory is the host's, not the device's."""
+EARLY = {None: 0, "none": 0, "post": 1, "pre": 2}
+
+
 def takes_no_less_memory(knobs: Knobs, other: Knobs) -> bool:
     """Whether `knobs` takes at least the memory of `other` in every coordinate that decides memory.
 
-    False means not known. Loader knobs are left out: a loader's memory is the host's, not the device's. So is the
-    accumulation count, which only matters through gradients held whole.
+    False means not known: so too where a knob differs whose effect has no known direction. The accumulation count
+    only matters through gradients held whole.
     """
     return (
-        knobs.engine == other.engine
+        all(getattr(knobs, name) == getattr(other, name) for name in KNOB_NAMES if name not in COMPARED | HOST_ONLY)
         and knobs.micro_batch_size >= other.micro_batch_size
         and _keeps_no_less(knobs.activation_checkpointing, other.activation_checkpointing)
-        and (not knobs.reshard_after_forward or other.reshard_after_forward)
+        and _keeps_no_less_gathered(knobs, other)
         and knobs.bucket_cap_mb >= other.bucket_cap_mb
         and (holds_unsharded_gradients(knobs) or not holds_unsharded_gradients(other))
         and (knobs.grad_accum_steps > 1 or other.grad_accum_steps == 1)
-        and _gathers_no_less_ahead(knobs, other)
     )
 
 
-def _gathers_no_less_ahead(knobs: Knobs, other: Knobs) -> bool:
-    """Of FSDP1: weights that are gathered before they are needed lie in memory all the longer."""
-    if knobs.backward_prefetch is None or other.backward_prefetch is None:
-        return True
-    early = ("none", "post", "pre")
+def _keeps_no_less_gathered(knobs: Knobs, other: Knobs) -> bool:
+    """Weights that are not freed after forward, or are gathered before they are needed, lie in memory all the longer."""
+    kept = not knobs.reshard_after_forward or (
+        bool(other.reshard_after_forward) and (knobs.keep_last_units or 0) >= (other.keep_last_units or 0)
+    )
     return (
-        early.index(knobs.backward_prefetch) >= early.index(other.backward_prefetch)
-        and (knobs.forward_prefetch or not other.forward_prefetch) is True
-        and (not knobs.limit_all_gathers or other.limit_all_gathers) is True
+        kept
+        and EARLY[knobs.backward_prefetch] >= EARLY[other.backward_prefetch]
+        and bool(knobs.forward_prefetch) >= bool(other.forward_prefetch)
+        and (not knobs.limit_all_gathers) >= (not other.limit_all_gathers)
+        and (knobs.forward_prefetch_units or 0) >= (other.forward_prefetch_units or 0)
+        # torch's own, 0, prefetches one.
+        and (knobs.backward_prefetch_units or 1) >= (other.backward_prefetch_units or 1)
     )
 
 

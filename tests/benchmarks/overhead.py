@@ -53,7 +53,6 @@ def make_spec(micro: int, accumulation: int, checkpointing: str, workers: int) -
         data={"source": "python-stdlib", "tokenizer": "byte"},
         global_batch_size=16,
         precision="fp32",
-        reduce_dtype="fp32",
         optimizer={"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
         world_size=2,
         device="cpu",

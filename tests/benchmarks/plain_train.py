@@ -31,7 +31,7 @@ def main(spec: TrialSpec, result: Path) -> None:
     dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size)
     batches = iter(data.make_loader(dataset, spec.knobs, rank, spec.world_size, spec.seed, spec.device))
     mesh = init_device_mesh("cpu", (spec.world_size,))
-    model = wrap.build(workload, spec.knobs, spec.precision, spec.reduce_dtype, mesh, torch.device("cpu"), spec.seed)
+    model = wrap.build(workload, spec.knobs, spec.precision, mesh, torch.device("cpu"), spec.seed)
     optimizer = make_optimizer(model.module, spec.optimizer)
     stepper = Stepper(model, optimizer, batches, workload.loss, spec.knobs, "cpu")
     dist.barrier()

@@ -110,7 +110,6 @@ def spec(texts: Path, mode: str = "", **changes: Any) -> TrialSpec:
         "data": {"source": str(texts / "texts"), "tokenizer": "byte"},
         "global_batch_size": 8,
         "precision": "fp32",
-        "reduce_dtype": "fp32",
         "optimizer": {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1},
         "world_size": 2,
         "device": "cpu",

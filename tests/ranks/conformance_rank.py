@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trials import data, entry, wrap
+from trials import attention, data, entry, wrap
 from trials.engines import ShardedModel, fsdp2
 from trials.models import DecoderWorkload
 from trials.record import Knobs
@@ -83,7 +83,7 @@ def gradients(model: nn.Module, blocks_per_unit: int = 1) -> dict[str, Tensor]:
 
 def _plain(name: str, blocks_per_unit: int) -> str:
     """As in the plain model: without wrappers, and with the blocks in FSDP1's groups under their own numbers."""
-    name = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
+    name = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
     return re.sub(
         r"^layers\.(\d+)\.blocks\.(\d+)",
         lambda found: f"layers.{int(found[1]) * blocks_per_unit + int(found[2])}",
@@ -132,7 +132,6 @@ def build(order: dict[str, Any], config: dict[str, Any], workload: DecoderWorklo
         workload,
         Knobs.from_dict(config["knobs"]),
         config["precision"],
-        config["reduce_dtype"],
         mesh,
         torch.device("cpu"),
         order["seed"],
@@ -150,12 +149,15 @@ def run_config(
 ) -> dict[str, Any]:
     knobs = Knobs.from_dict(config["knobs"])
     model = build(order, config, workload, mesh)
-    different = equal_weights(model.module, expected.weights, knobs.blocks_per_unit)
-    optimizer = entry.make_optimizer(model.module, order["optimizer"])
+    different = equal_weights(model.module, expected.weights, knobs.blocks_per_unit or 1)
+    optimizer = entry.make_optimizer(model.module, order["optimizer"], knobs.fused_optimizer)
     before_update: list[dict[str, Tensor]] = []
-    optimizer.register_step_pre_hook(lambda *_: before_update.append(gradients(model.module, knobs.blocks_per_unit)))
+    optimizer.register_step_pre_hook(
+        lambda *_: before_update.append(gradients(model.module, knobs.blocks_per_unit or 1))
+    )
     stepper = Stepper(model, optimizer, batches, workload.loss, knobs, "cpu")
-    stepper.step()
+    with attention.Watch(order["seq_len"]) as watch:
+        stepper.step()
     errors = relative_errors(before_update[0], expected.gradients)
     optimizer._optimizer_step_pre_hooks.clear()  # reading gradients is a collective too
     with CountCollectives() as collectives:
@@ -166,6 +168,8 @@ def run_config(
         **wrap.read_back(model),
         **stepper.observed(),
         **entry.read_loader(loader, batches),
+        "attention_backend": "auto" if knobs.attention_backend == "auto" else watch.used,
+        "fused_optimizer": bool(optimizer.defaults["fused"]),
     }
 
     def mean(values: Tensor) -> Tensor:

@@ -83,7 +83,6 @@ def make_spec(source: Path, knobs: Knobs, world_size: int = 2, **changes: Any) -
         "data": {"source": str(source), "tokenizer": "byte"},
         "global_batch_size": knobs.micro_batch_size * knobs.grad_accum_steps * world_size,
         "precision": "fp32",
-        "reduce_dtype": "fp32",
         "optimizer": OPTIMIZER,
         "world_size": world_size,
         "device": "cpu",

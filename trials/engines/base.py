@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trials.record import Knobs
+from trials.record import Knobs, group_blocks
 from trials.workload import Workload
 
 MIB = 2**20
@@ -29,9 +30,8 @@ class Plan:
     knobs: Knobs
     precision: str
     """`fp32`, or `bf16` over fp32 master weights."""
-    reduce_dtype: str
-    """`fp32` or `bf16`: of the gradient reduction."""
     mesh: DeviceMesh
+    """Of one dimension, over all ranks."""
     device: torch.device
     workload: Workload
     seed: int
@@ -44,7 +44,23 @@ class Plan:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the gradient reduction."""
-        return torch.bfloat16 if self.precision == "bf16" and self.reduce_dtype == "bf16" else torch.float32
+        return torch.bfloat16 if self.knobs.reduce_dtype == "bf16" else torch.float32
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The ranks by (copy, shard) where the model is replicated (HSDP), else the mesh as it is."""
+        degree = self.knobs.replicate_degree or 1
+        if degree == 1:
+            return self.mesh
+        ranks = self.mesh.mesh.view(degree, -1)
+        return DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def units(self) -> list[list[nn.Module]]:
+        """The blocks of each FSDP unit, by `bucket_cap_mb`."""
+        remaining = iter(self.blocks)
+        sizes = group_blocks(self.block_mib, self.knobs.bucket_cap_mb)
+        return [list(itertools.islice(remaining, size)) for size in sizes]
 
 
 class ShardedModel(Protocol):

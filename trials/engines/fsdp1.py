@@ -11,22 +11,30 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
 from trials.engines.base import MIB, Plan, one_of
-from trials.initial import full_value
+from trials.initial import Materialiser, fill_buffers
 from trials.outcome import Outcome, TrialError
-from trials.record import group_blocks, unit_cap_mb
+from trials.record import ENGINE_KNOBS, unit_cap_mb
 
 PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 _PREFETCH_NAMES = {value: name for name, value in PREFETCH.items()}
+STRATEGIES = {True: ShardingStrategy.FULL_SHARD, False: ShardingStrategy.SHARD_GRAD_OP}
+HYBRID_STRATEGIES = {True: ShardingStrategy.HYBRID_SHARD, False: ShardingStrategy._HYBRID_SHARD_ZERO2}
+"""By reshard_after_forward, where the model is replicated."""
 RESHARDS = {
     HandleShardingStrategy.FULL_SHARD: True,
+    HandleShardingStrategy.HYBRID_SHARD: True,
     HandleShardingStrategy.SHARD_GRAD_OP: False,
+    HandleShardingStrategy._HYBRID_SHARD_ZERO2: False,
     HandleShardingStrategy.NO_SHARD: False,  # what torch makes of either on one rank
 }
+
+FSDP2_KNOBS = tuple(name for name, knob in ENGINE_KNOBS.items() if "fsdp1" not in knob.engines)
 
 
 class Fsdp1:
@@ -34,20 +42,19 @@ class Fsdp1:
 
     def __init__(self, plan: Plan) -> None:
         self.blocks = plan.blocks
-        _fill_buffers(plan)  # while the model is still as its author knows it
-        materialise = _Materialiser(plan)
-        sizes = group_blocks(plan.block_mib, plan.knobs.bucket_cap_mb)
+        fill_buffers(plan.model, plan.workload, plan.device)  # while the model is still as its author knows it
+        materialise = Materialiser(plan.model, plan.workload, plan.device, plan.seed)
+        wrap = _Wrapper(plan)
+        groups = plan.units
+        grouped = max(len(blocks) for blocks in groups) > 1
         units: list[nn.Module] = []
-        first = 0
-        for size in sizes:
-            blocks = plan.blocks[first : first + size]
-            unit = BlockGroup(blocks) if max(sizes) > 1 else blocks[0]
+        for blocks in groups:
+            unit = BlockGroup(blocks) if grouped else blocks[0]
             materialise(unit)
-            units.append(_wrap(unit, plan))
-            first += size
-        _put_back(plan, materialise.names, sizes, units)
+            units.append(wrap(unit))
+        _put_back(plan, materialise.names, units)
         materialise(plan.model)
-        self.module: nn.Module = _wrap(plan.model, plan)
+        self.module: nn.Module = wrap(plan.model)
         self._probe = _unit_of(self.module, self.blocks[0])
 
     @contextmanager
@@ -76,6 +83,11 @@ def read(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
         "reshard_after_forward": one_of({RESHARDS.get(unit._handle._sharding_strategy, "mixed") for unit in found}),
         "blocks_per_unit": max(members),
         "bucket_cap_mb": unit_cap_mb([_unsharded_mib(unit) for unit in found], [1] * len(found)),
+        "replicate_degree": one_of({_replicate_degree(unit) for unit in found}),
+        "reduce_dtype": one_of(
+            {"bf16" if unit.mixed_precision.reduce_dtype is torch.bfloat16 else "fp32" for unit in found}
+        ),
+        **dict.fromkeys(FSDP2_KNOBS),
         "limit_all_gathers": one_of({unit.limit_all_gathers for unit in everywhere}),
         "backward_prefetch": one_of({_PREFETCH_NAMES[unit.backward_prefetch] for unit in everywhere}),
         "forward_prefetch": one_of({unit.forward_prefetch for unit in everywhere}),
@@ -101,90 +113,51 @@ class BlockGroup(nn.Module):
         return hidden
 
 
-def _wrap(module: nn.Module, plan: Plan) -> FullyShardedDataParallel:
-    knobs = plan.knobs
-    assert knobs.backward_prefetch is not None
-    precision = MixedPrecision(
-        param_dtype=plan.param_dtype,
-        reduce_dtype=plan.gradient_dtype,
-        cast_forward_inputs=True,  # at every unit, as FSDP2 does
-    )
-    return FullyShardedDataParallel(
-        module,
-        process_group=plan.mesh.get_group(),
-        sharding_strategy=ShardingStrategy.FULL_SHARD
-        if knobs.reshard_after_forward
-        else ShardingStrategy.SHARD_GRAD_OP,
-        mixed_precision=precision if plan.precision == "bf16" else None,
-        device_id=plan.device,
-        use_orig_params=True,
-        limit_all_gathers=bool(knobs.limit_all_gathers),
-        backward_prefetch=PREFETCH[knobs.backward_prefetch],
-        forward_prefetch=bool(knobs.forward_prefetch),
-    )
-
-
-class _Materialiser:
-    """Moves parameters from `meta` to the device, with their first values; tied ones stay tied."""
+class _Wrapper:
+    """FSDP1 around one module after the other, all with the same options."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self.names = {module: name for name, module in plan.model.named_modules()}
-        self._done: set[nn.Parameter] = set()
+        knobs, mesh = plan.knobs, plan.sharding_mesh
+        assert knobs.backward_prefetch is not None
+        strategies = STRATEGIES if mesh.ndim == 1 else HYBRID_STRATEGIES
+        precision = MixedPrecision(
+            param_dtype=plan.param_dtype,
+            reduce_dtype=plan.gradient_dtype,
+            cast_forward_inputs=True,  # at every unit, as FSDP2 does
+        )
+        self._options: dict[str, Any] = {
+            "sharding_strategy": strategies[bool(knobs.reshard_after_forward)],
+            "mixed_precision": precision if plan.precision == "bf16" else None,
+            "device_id": plan.device,
+            "use_orig_params": True,
+            "limit_all_gathers": knobs.limit_all_gathers,
+            "backward_prefetch": PREFETCH[knobs.backward_prefetch],
+            "forward_prefetch": knobs.forward_prefetch,
+            # The replicas' groups are torch's to make; a plain mesh has its group already.
+            **({"process_group": mesh.get_group()} if mesh.ndim == 1 else {"device_mesh": mesh}),
+        }
 
-    def __call__(self, unit: nn.Module) -> None:
-        """Of all modules in `unit`.
-
-        Raises:
-            TrialError: outcome `invalid`; a parameter is tied to one of another unit, which FSDP1 cannot have.
-        """
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for module in unit.modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is None or not parameter.is_meta:
-                    continue
-                name = f"{self.names[module]}.{leaf}".lstrip(".")
-                if parameter in self._done:
-                    raise TrialError(
-                        Outcome.INVALID, f"fsdp1: {name} is tied to a parameter of another FSDP unit; use fsdp2"
-                    )
-                if parameter not in made:
-                    made[parameter] = self._value(name, parameter)
-                module._parameters[leaf] = made[parameter]
-        self._done |= made.keys()
-
-    def _value(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        full = full_value(self._plan.workload, self._plan.seed, name, parameter.shape)
-        return nn.Parameter(full.to(self._plan.device, parameter.dtype), requires_grad=parameter.requires_grad)
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, **self._options)
 
 
-def _fill_buffers(plan: Plan) -> None:
-    for module in plan.model.modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = torch.empty_like(buffer, device=plan.device)
-    with torch.no_grad():
-        plan.workload.init_buffers(plan.model)
-
-
-def _put_back(plan: Plan, names: dict[nn.Module, str], sizes: Sequence[int], units: Sequence[nn.Module]) -> None:
+def _put_back(plan: Plan, names: dict[nn.Module, str], units: Sequence[nn.Module]) -> None:
     """Puts the units where their blocks were in the model.
 
     Raises:
         TrialError: outcome `invalid`; blocks that shall share a unit are not all there is in one list.
     """
     paths = [names[block] for block in plan.blocks]
-    if max(sizes) == 1:
+    if len(units) == len(paths):
         for path, unit in zip(paths, units, strict=True):
-            parent, _, leaf = path.rpartition(".")
-            setattr(plan.model.get_submodule(parent), leaf, unit)
+            plan.model.set_submodule(path, unit)
         return
     parents = {path.rpartition(".")[0] for path in paths}
     holder = plan.model.get_submodule(parents.pop())
     if parents or not isinstance(holder, nn.ModuleList) or len(holder) != len(paths):
         raise TrialError(
             Outcome.INVALID,
-            f"fsdp1 with {max(sizes)} blocks a unit needs the blocks to be all of one nn.ModuleList; "
+            f"fsdp1 with {plan.knobs.blocks_per_unit} blocks a unit needs the blocks to be all of one nn.ModuleList; "
             "use fsdp2, or one block a unit",
         )
     holder._modules.clear()
@@ -195,6 +168,10 @@ def _unit_of(root: nn.Module, block: nn.Module) -> Any:
     """The innermost FSDP1 module around `block`; None if there is none."""
     around = [unit for unit in FullyShardedDataParallel.fsdp_modules(root) if any(m is block for m in unit.modules())]
     return around[-1] if around else None
+
+
+def _replicate_degree(unit: FullyShardedDataParallel) -> int:
+    return dist.get_world_size(unit._inter_node_pg) if unit.sharding_strategy in HYBRID_STRATEGIES.values() else 1
 
 
 def _unsharded_mib(unit: FullyShardedDataParallel) -> float:
