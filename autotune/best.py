@@ -75,7 +75,7 @@ def best_content(
         "settings": best.attempt.knobs.to_dict(),
         "training": {
             "precision": job.training.precision,
-            "reduce_dtype": job.reduce_dtype,
+            "reduce_dtype": best.attempt.knobs.reduce_dtype or "fp32",
             "target_world_size": job.batch.target_world_size,
             "global_batch_size": job.global_batch_size,
             "seq_len": job.model.seq_len,
@@ -161,7 +161,6 @@ def to_exportable(best: dict[str, Any]) -> Best:
     return Best(
         knobs=Knobs.from_dict(best["settings"]),
         precision=training["precision"],
-        reduce_dtype=training["reduce_dtype"],
         world_size=training["target_world_size"],
         seq_len=training["seq_len"],
         evidence=[

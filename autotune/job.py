@@ -13,14 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
-from trials.record import FSDP1_KNOBS, PYTHON_STDLIB, checkpoint_stride
+from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
 Positive = Annotated[int, Field(gt=0)]
-Engine = Literal["fsdp2", "fsdp1"]
+NotNegative = Annotated[int, Field(ge=0)]
+Engine = Literal["fsdp2", "fsdp1", "ddp"]
 BackwardPrefetch = Literal["pre", "post", "none"]
+AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math"]
 
 ABSENT_KNOBS = {
+    "limit_all_gathers": "it is FSDP1's rate limiter of in-flight all-gathers",
+    "persistent_workers": "always on: a trial's loader never ends",
     "grad_accum_steps": "accumulation is derived, so that the global batch stays exact: search micro_batch_size",
     "pin_memory": "always on for CUDA, absent on CPU",
 }
@@ -107,7 +111,8 @@ class Optimizer(Section):
 
 class Training(Section):
     engines: Annotated[tuple[Engine, ...], Field(min_length=1)] = ("fsdp2",)
-    """The engines to try: fsdp2 (torch's fully_shard), fsdp1 (FullyShardedDataParallel), or both."""
+    """The engines to try: fsdp2 (torch's fully_shard), fsdp1 (FullyShardedDataParallel), ddp (the whole model on every
+    rank)."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16: compute and gathers in bf16, master weights in fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -152,12 +157,32 @@ class Space(Section):
     activation_checkpointing: tuple[str, ...] | None = None
     num_workers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] | None = None
     prefetch_factor: tuple[Positive, ...] | None = None
+    keep_last_units: tuple[NotNegative, ...] | None = None
+    """FSDP2: units at the end that are not freed after forward, e.g. [0, 1]."""
+    reshard_group_size: tuple[NotNegative, ...] | None = None
+    """FSDP2: ranks that weights are spread over between forward and backward; 0 for all, else a divisor."""
+    forward_prefetch_units: tuple[NotNegative, ...] | None = None
+    """FSDP2: units gathered ahead in forward; 0 for torch's own order."""
+    backward_prefetch_units: tuple[NotNegative, ...] | None = None
+    """FSDP2: units gathered ahead in backward; 0 for torch's own, which is one."""
+    replicate_degree: tuple[Positive, ...] | None = None
+    """FSDP2 and FSDP1: copies of the sharded model (HSDP), over the ranks of a trial; 1 for plain FSDP."""
+    reduce_dtype: tuple[Literal["fp32", "bf16"], ...] | None = None
+    """FSDP2 and FSDP1: of the gradient reduction under bf16 precision."""
+    cpu_offload: tuple[bool, ...] | None = None
+    """FSDP2 on CUDA: weights, gradients and optimizer in host memory."""
     limit_all_gathers: tuple[bool, ...] | None = None
-    """FSDP1 alone."""
+    """FSDP1: a rate limiter of in-flight all-gathers."""
     backward_prefetch: tuple[BackwardPrefetch, ...] | None = None
-    """FSDP1 alone: pre, post or none."""
+    """FSDP1: pre, post or none."""
     forward_prefetch: tuple[bool, ...] | None = None
-    """FSDP1 alone."""
+    """FSDP1: queue the next unit's all-gather before a forward."""
+    compile: tuple[bool, ...] | None = None
+    """torch.compile of each block; its time is outside the clock."""
+    attention_backend: tuple[AttentionBackend, ...] | None = None
+    """Of scaled_dot_product_attention: auto, flash, efficient, cudnn, math."""
+    fused_optimizer: tuple[bool, ...] | None = None
+    """One kernel for the whole AdamW update."""
 
     @model_validator(mode="after")
     def _modes_and_duplicates(self) -> Self:
@@ -185,12 +210,27 @@ class Baseline(Section):
     prefetch_factor: Positive = 2
     engine: Engine | None = None
     """None: the first of training.engines. It need not be one of them."""
+    keep_last_units: NotNegative | None = None
+    """FSDP2; None, here and below: torch's default."""
+    reshard_group_size: NotNegative | None = None
+    """FSDP2: 0 for all ranks."""
+    forward_prefetch_units: NotNegative | None = None
+    """FSDP2."""
+    backward_prefetch_units: NotNegative | None = None
+    """FSDP2."""
+    replicate_degree: Positive | None = None
+    """FSDP2 and FSDP1: copies of the sharded model (HSDP)."""
+    cpu_offload: bool | None = None
+    """FSDP2 on CUDA."""
     limit_all_gathers: bool | None = None
-    """FSDP1 alone; None: torch's default, true."""
+    """FSDP1."""
     backward_prefetch: BackwardPrefetch | None = None
-    """FSDP1 alone: pre, post or none; None: torch's default, pre."""
+    """FSDP1: pre, post or none."""
     forward_prefetch: bool | None = None
-    """FSDP1 alone; None: torch's default, false."""
+    """FSDP1."""
+    compile: bool = False
+    attention_backend: AttentionBackend = "auto"
+    fused_optimizer: bool = False
 
     @model_validator(mode="after")
     def _mode(self) -> Self:
@@ -211,6 +251,8 @@ class MeasureSettings(Section):
     max_steps: Positive = 40
     rel_ci: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """A trial ends once the 95 % interval of its mean block time is within +- this fraction."""
+    compile_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """For the first step of a trial with compiled blocks, on top of trial_timeout_s."""
     trial_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     rounds: Annotated[int, Field(ge=3)] = 7
     """Fresh interleaved runs of the chosen config and of the baseline; the reported gain comes from these alone."""
@@ -258,19 +300,21 @@ class Job(Section):
         return "bf16" if self.training.precision == "bf16" and self.export_for is not None else "fp32"
 
     @model_validator(mode="after")
-    def _knobs_of_fsdp1(self) -> Self:
-        engines, baseline_engine = self.training.engines, self.baseline.engine or self.training.engines[0]
-        wrong = [f"space.{name}" for name in FSDP1_KNOBS if getattr(self.space, name) and "fsdp1" not in engines]
-        wrong += [
-            f"baseline.{name}"
-            for name in FSDP1_KNOBS
-            if getattr(self.baseline, name) is not None and "fsdp1" not in (baseline_engine, *engines)
-        ]
-        if wrong:
-            raise ValueError(
-                f"{', '.join(wrong)}: FSDP2 has no such knob. FSDP1's limit_all_gathers is a rate limiter of in-flight "
-                "all-gathers, and FSDP2 prefetches by itself\n    hint: remove it, or add fsdp1 to training.engines"
-            )
+    def _knobs_of_the_engines(self) -> Self:
+        engines = self.training.engines
+        baseline_engine = self.baseline.engine or engines[0]
+        for name, knob in ENGINE_KNOBS.items():
+            wrong = []
+            if getattr(self.space, name, None) and not set(knob.engines) & set(engines):
+                wrong.append(f"space.{name}")
+            if name in self.baseline.model_fields_set and not set(knob.engines) & {baseline_engine, *engines}:
+                wrong.append(f"baseline.{name}")
+            if wrong:
+                explained = f"; {ABSENT_KNOBS[name]}" if name in ABSENT_KNOBS else ""
+                raise ValueError(
+                    f"{' and '.join(wrong)}: {' and '.join(engines)} {'has' if len(engines) == 1 else 'have'} no such "
+                    f"knob{explained}\n    hint: remove it, or add {' or '.join(knob.engines)} to training.engines"
+                )
         return self
 
     @model_validator(mode="after")

@@ -176,7 +176,7 @@ class Measurer:
         self.listener.trial_started(spec, self.remaining_s())
         began, wall_began = self.clock(), time.time()
         try:
-            result = self.runner.run(spec, folder, self.study.job.measure.trial_timeout_s)
+            result = self.runner.run(spec, folder, self._timeout_s(knobs))
         except KeyboardInterrupt:
             result = GangResult(Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], wall_began, time.time())
             self._record(spec, result, folder)
@@ -185,6 +185,10 @@ class Measurer:
         for warning in result.warnings:
             self._warn_once(warning)
         return self._record(spec, result, folder)
+
+    def _timeout_s(self, knobs: Knobs) -> float:
+        measure = self.study.job.measure
+        return measure.trial_timeout_s + (measure.compile_timeout_s if knobs.compile else 0.0)
 
     def _record(self, spec: TrialSpec, result: GangResult, folder: Path) -> Attempt:
         row = history_row(spec, result, self.study, str(folder.relative_to(self.out)))

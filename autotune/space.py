@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,19 @@ from autotune.errors import UserError
 from autotune.job import Job
 from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
 
-ORDERED = ("micro_batch_size", "bucket_cap_mb", "activation_checkpointing", "num_workers", "prefetch_factor")
+ORDERED = (
+    "micro_batch_size",
+    "bucket_cap_mb",
+    "ddp_bucket_cap_mb",
+    "activation_checkpointing",
+    "num_workers",
+    "prefetch_factor",
+    "keep_last_units",
+    "reshard_group_size",
+    "forward_prefetch_units",
+    "backward_prefetch_units",
+    "replicate_degree",
+)
 """Sampled as an index into the candidates, from little to much; the others are yes or no."""
 
 EXTRA_KNOBS = (
@@ -25,6 +37,9 @@ EXTRA_KNOBS = (
 """Knobs that are searched only where they are listed."""
 DDP_CAP_MB = 25.0
 """torch's default."""
+DDP_CAPS_MB = (10.0, 25.0, 50.0, 100.0, 200.0)
+DDP_CAP = "ddp_bucket_cap_mb"
+"""The sampler's own name for `bucket_cap_mb` under DDP, where it is another thing."""
 
 PINS: dict[str, dict[str, tuple[Any, ...]]] = {
     # accelerate 1.15 by default reduces on the last micro-batch only, and checkpoints all blocks or none. It also
@@ -99,24 +114,33 @@ class SearchSpace:
 
     def _baseline(self, job: Job) -> Knobs:
         base = job.baseline
-        workers = self.default_workers(job) if base.num_workers is None else base.num_workers
-        return self.canonical(
-            Knobs(
-                micro_batch_size=base.micro_batch_size,
-                grad_accum_steps=self.pairs[base.micro_batch_size],
-                sync_each_micro_batch=base.sync_each_micro_batch,
-                reshard_after_forward=base.reshard_after_forward,
-                bucket_cap_mb=max(self.facts.block_mib) if base.bucket_cap_mb is None else base.bucket_cap_mb,
-                blocks_per_unit=0,
-                activation_checkpointing=base.activation_checkpointing,
-                num_workers=workers,
-                prefetch_factor=base.prefetch_factor,
-                engine=base.engine or job.training.engines[0],
-                limit_all_gathers=base.limit_all_gathers,
-                backward_prefetch=base.backward_prefetch,
-                forward_prefetch=base.forward_prefetch,
-            )
+        engine = base.engine or job.training.engines[0]
+        default_cap = DDP_CAP_MB if engine == "ddp" else max(self.facts.block_mib)
+        extras = {name: self._baseline_value(job, name) for name in EXTRA_KNOBS}
+        return self._config(
+            {
+                "micro_batch_size": base.micro_batch_size,
+                "sync_each_micro_batch": base.sync_each_micro_batch,
+                "reshard_after_forward": base.reshard_after_forward,
+                "bucket_cap_mb": base.bucket_cap_mb or default_cap,
+                "activation_checkpointing": base.activation_checkpointing,
+                "num_workers": self.default_workers(job) if base.num_workers is None else base.num_workers,
+                "prefetch_factor": base.prefetch_factor,
+                "engine": engine,
+                **{name: value for name, value in extras.items() if value is not None},
+            }
         )
+
+    @staticmethod
+    def _baseline_value(job: Job, name: str) -> Any:
+        """The baseline's value of a knob in EXTRA_KNOBS; None for torch's own."""
+        return job.reduce_dtype if name == "reduce_dtype" else getattr(job.baseline, name)
+
+    def _config(self, values: dict[str, Any]) -> Knobs:
+        """Canonical knobs from draws: what was not drawn has no effect, and accumulation follows."""
+        unset = {"sync_each_micro_batch": True, "reshard_after_forward": None, "prefetch_factor": None}
+        accumulation = self.pairs[values["micro_batch_size"]]
+        return self.canonical(Knobs(**(unset | values), grad_accum_steps=accumulation, blocks_per_unit=0))
 
     def default_workers(self, job: Job) -> int:
         """CPUs this process may use, shared out over the ranks, less the one each rank runs on."""
@@ -125,39 +149,51 @@ class SearchSpace:
     def _resolve(self, job: Job) -> dict[str, tuple[Any, ...]]:
         asked, base = job.space, self.baseline
         micro = asked.micro_batch_size
+        base_reshard = job.baseline.reshard_after_forward
+        # What decides whether others exist comes first.
         found: dict[str, tuple[Any, ...]] = {
+            "engine": job.training.engines,
             "micro_batch_size": tuple(self.pairs) if micro == "auto" else micro or (base.micro_batch_size,),
+            "num_workers": self._workers(job),
+            "reshard_after_forward": asked.reshard_after_forward or (base_reshard,),
             "sync_each_micro_batch": asked.sync_each_micro_batch or (job.baseline.sync_each_micro_batch,),
-            "reshard_after_forward": asked.reshard_after_forward or (base.reshard_after_forward,),
             "bucket_cap_mb": self._bucket_caps(job),
             "activation_checkpointing": self._checkpointing(job),
-            "num_workers": self._workers(job),
             "prefetch_factor": asked.prefetch_factor or (job.baseline.prefetch_factor,),
-            "engine": job.training.engines,
         }
-        if "fsdp1" in job.training.engines:
-            found |= self._fsdp1_knobs(job)
+        if "ddp" in job.training.engines:
+            found[DDP_CAP] = DDP_CAPS_MB if asked.bucket_cap_mb == "auto" else asked.bucket_cap_mb or (DDP_CAP_MB,)
+        for name in EXTRA_KNOBS:
+            knob = ENGINE_KNOBS.get(name)
+            if knob is None or set(knob.engines) & set(job.training.engines):
+                found[name] = self._extra(job, name)
         return {
             name: tuple(sorted(values)) if name in ORDERED and name != "activation_checkpointing" else values
             for name, values in found.items()
         }
 
-    def _fsdp1_knobs(self, job: Job) -> dict[str, tuple[Any, ...]]:
-        found = {name: getattr(job.space, name) or (self._fsdp1_value(job, name),) for name in FSDP1_KNOBS}
-        if self.facts.device == "cpu" and False in found["limit_all_gathers"]:
-            self.notes.append("space.limit_all_gathers: a CPU queues no all-gathers, so it has no effect; kept at true")
-            found["limit_all_gathers"] = (True,)
-        return found
+    def _extra(self, job: Job, name: str) -> tuple[Any, ...]:
+        """Candidates of a knob that is searched only where it is listed.
 
-    @staticmethod
-    def _fsdp1_value(job: Job, name: str) -> Any:
-        given = getattr(job.baseline, name)
-        return FSDP1_DEFAULTS[name] if given is None else given
+        Raises:
+            UserError: the machine, or the number of ranks, has not what is asked for.
+        """
+        default = ENGINE_KNOBS[name].default if name in ENGINE_KNOBS else getattr(self.baseline, name)
+        base = self._baseline_value(job, name)
+        values: tuple[Any, ...] = getattr(job.space, name) or (default if base is None else base,)
+        problem = inapplicable(name, values, job, self.facts)
+        if problem:
+            raise UserError(f"space.{name} = {list(values)}: {problem}", "remove it, or what it does not go with")
+        if name == "limit_all_gathers" and self.facts.device == "cpu" and False in values:
+            self.notes.append("space.limit_all_gathers: a CPU queues no all-gathers, so it has no effect; kept at true")
+            return (True,)
+        return values
 
     def _bucket_caps(self, job: Job) -> tuple[float, ...]:
         asked = job.space.bucket_cap_mb
         if asked is None:
-            return (self.baseline.bucket_cap_mb,)
+            cap = job.baseline.bucket_cap_mb or max(self.facts.block_mib)
+            return (self._canonical_cap(cap)[0],)
         if asked == "auto":
             sizes = [1]
             while sizes[-1] * 2 < self.facts.num_blocks:
@@ -204,30 +240,41 @@ class SearchSpace:
 
     def canonical(self, knobs: Knobs) -> Knobs:
         """The one spelling of all configs that are the same in effect."""
-        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
+        engine_values = {"fsdp2": self._canonical_fsdp2, "fsdp1": self._canonical_fsdp1, "ddp": _canonical_ddp}
         return replace(
             knobs,
-            bucket_cap_mb=cap,
-            blocks_per_unit=blocks,
             activation_checkpointing=self._canonical_mode(knobs.activation_checkpointing),
             # With one micro-step there is nothing to hold back.
             sync_each_micro_batch=knobs.sync_each_micro_batch or knobs.grad_accum_steps == 1,
             prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
-            **self._canonical_fsdp1(knobs),
+            **engine_values[knobs.engine](knobs),
         )
 
-    def _canonical_fsdp1(self, knobs: Knobs) -> dict[str, Any]:
-        """FSDP1's own knobs: none under another engine, and what has no effect at its default."""
-        if knobs.engine != "fsdp1":
-            return dict.fromkeys(FSDP1_KNOBS)
-        found: dict[str, Any] = {
-            name: FSDP1_DEFAULTS[name] if getattr(knobs, name) is None else getattr(knobs, name) for name in FSDP1_KNOBS
+    def _canonical_fsdp2(self, knobs: Knobs) -> dict[str, Any]:
+        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
+        num_units = len(group_blocks(self.facts.block_mib, cap + 1e-6))
+        kept_last = min(knobs.keep_last_units or 0, num_units)
+        freed = bool(knobs.reshard_after_forward) and kept_last < num_units
+        return {
+            "bucket_cap_mb": cap,
+            "blocks_per_unit": blocks,
+            "reshard_after_forward": freed,
+            "keep_last_units": kept_last if freed else 0,
+            "reshard_group_size": knobs.reshard_group_size if freed else 0,
+            # No further ahead than there are units.
+            "forward_prefetch_units": min(knobs.forward_prefetch_units or 0, num_units),
+            "backward_prefetch_units": min(knobs.backward_prefetch_units or 0, num_units - 1),
         }
-        if self.facts.device == "cpu":
-            found["limit_all_gathers"] = True
-        if self.facts.world_size == 1:
-            found["reshard_after_forward"] = False  # one rank has nothing to shard: torch makes it NO_SHARD
-        return found
+
+    def _canonical_fsdp1(self, knobs: Knobs) -> dict[str, Any]:
+        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
+        return {
+            "bucket_cap_mb": cap,
+            "blocks_per_unit": blocks,
+            "limit_all_gathers": knobs.limit_all_gathers or self.facts.device == "cpu",
+            # One rank has nothing to shard: torch makes it NO_SHARD.
+            "reshard_after_forward": knobs.reshard_after_forward and self.facts.world_size > 1,
+        }
 
     def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
         """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
@@ -243,34 +290,17 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.Trial) -> Knobs:
         """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
-
-        def draw(name: str) -> Any:
-            values = self.candidates[name]
+        drawn: dict[str, Any] = {}
+        for name, values in self.candidates.items():
+            if not _exists(name, drawn, self.pairs):
+                continue
             if len(values) == 1:
-                return values[0]
-            if name in ORDERED:
-                return values[trial.suggest_int(name, 0, len(values) - 1)]
-            return trial.suggest_categorical(name, list(values))
-
-        micro = draw("micro_batch_size")
-        accumulation = self.pairs[micro]
-        workers_first = draw("num_workers")
-        engine = draw("engine")
-        return self.canonical(
-            Knobs(
-                micro_batch_size=micro,
-                grad_accum_steps=accumulation,
-                sync_each_micro_batch=draw("sync_each_micro_batch") if accumulation > 1 else True,
-                reshard_after_forward=draw("reshard_after_forward"),
-                bucket_cap_mb=draw("bucket_cap_mb"),
-                blocks_per_unit=0,
-                activation_checkpointing=draw("activation_checkpointing"),
-                num_workers=workers_first,
-                prefetch_factor=draw("prefetch_factor") if workers_first else None,
-                engine=engine,
-                **({name: draw(name) for name in FSDP1_KNOBS} if engine == "fsdp1" else {}),
-            )
-        )
+                drawn[_field(name)] = values[0]
+            elif name in ORDERED:
+                drawn[_field(name)] = values[trial.suggest_int(name, 0, len(values) - 1)]
+            else:
+                drawn[_field(name)] = trial.suggest_categorical(name, list(values))
+        return self._config(drawn)
 
     def params(self, knobs: Knobs) -> dict[str, Any]:
         """The draws that `suggest` turns into `knobs`.
@@ -279,13 +309,10 @@ class SearchSpace:
             ValueError: a value that is no candidate.
         """
         found: dict[str, Any] = {}
-        for name, values in self.candidates.items():
-            if len(values) == 1 or not self._matters(name, knobs):
-                continue
-            value = getattr(knobs, name)
-            if value not in values:
-                raise ValueError(f"{name} = {value!r} is no candidate of {values}")
-            found[name] = values.index(value) if name in ORDERED else value
+        for name, values in self._existing(knobs):
+            if len(values) > 1:
+                value = self._candidate(name, knobs)
+                found[name] = values.index(value) if name in ORDERED else value
         return found
 
     def distributions(self, knobs: Knobs) -> dict[str, optuna.distributions.BaseDistribution]:
@@ -298,31 +325,101 @@ class SearchSpace:
         }
 
     def contains(self, knobs: Knobs) -> bool:
-        return all(
-            getattr(knobs, name) in values for name, values in self.candidates.items() if self._matters(name, knobs)
-        )
-
-    @staticmethod
-    def _matters(name: str, knobs: Knobs) -> bool:
-        if name == "sync_each_micro_batch":
-            return knobs.grad_accum_steps > 1
-        if name == "prefetch_factor":
-            return knobs.num_workers > 0
-        if name in FSDP1_KNOBS:
-            return knobs.engine == "fsdp1"
+        try:
+            for name, _ in self._existing(knobs):
+                self._candidate(name, knobs)
+        except ValueError:
+            return False
         return True
+
+    def _existing(self, knobs: Knobs) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        values = knobs.to_dict()
+        return (item for item in self.candidates.items() if _exists(item[0], values, self.pairs))
+
+    def _candidate(self, name: str, knobs: Knobs) -> Any:
+        """The candidate that means what `knobs` has; canonical() may have spelt it otherwise.
+
+        Raises:
+            ValueError: there is none.
+        """
+        values, found = self.candidates[name], getattr(knobs, _field(name))
+        if found in values:
+            return found
+        for value in values:
+            if self.canonical(replace(knobs, **{_field(name): value})) == knobs:
+                return value
+        raise ValueError(f"{name} = {found!r} is no candidate of {values}")
 
     def configs(self) -> Iterator[Knobs]:
         """Every config of the space once, in canonical form."""
-        seen: set[Knobs] = set()
-        names = list(self.candidates)
-        for values in itertools.product(*self.candidates.values()):
-            drawn = dict(zip(names, values, strict=True))
-            accumulation = self.pairs[drawn["micro_batch_size"]]
-            knobs = self.canonical(Knobs(**drawn, grad_accum_steps=accumulation, blocks_per_unit=0))
-            if knobs not in seen:
-                seen.add(knobs)
-                yield knobs
+        drawn: list[dict[str, Any]] = [{}]
+        for name, values in self.candidates.items():
+            drawn = [
+                {**one, _field(name): value} if _exists(name, one, self.pairs) else one
+                for one in drawn
+                for value in (values if _exists(name, one, self.pairs) else values[:1])
+            ]
+        yield from dict.fromkeys(self._config(one) for one in drawn)
+
+
+def _field(name: str) -> str:
+    return "bucket_cap_mb" if name == DDP_CAP else name
+
+
+def _exists(name: str, values: Mapping[str, Any], pairs: Mapping[int, int]) -> bool:
+    """Whether a candidate list has an effect beside `values`, which are drawn already, or a whole config."""
+    engine = values.get("engine")
+    if name in ENGINE_KNOBS and engine not in ENGINE_KNOBS[name].engines:
+        return False
+    if name in ("keep_last_units", "reshard_group_size"):
+        return bool(values["reshard_after_forward"])
+    if name == "sync_each_micro_batch":
+        return pairs[values["micro_batch_size"]] > 1
+    if name == "prefetch_factor":
+        return bool(values["num_workers"])
+    if name in ("bucket_cap_mb", DDP_CAP):
+        return (engine == "ddp") == (name == DDP_CAP)
+    return True
+
+
+def _canonical_ddp(knobs: Knobs) -> dict[str, Any]:
+    return {"bucket_cap_mb": round(knobs.bucket_cap_mb, 2), "blocks_per_unit": None}
+
+
+def inapplicable(name: str, values: tuple[Any, ...], job: Job, facts: Facts) -> str:
+    """Why a knob of EXTRA_KNOBS cannot have these values on this machine; empty if it can."""
+    degrees = job.space.replicate_degree or (job.baseline.replicate_degree or 1,)
+    return (
+        _not_on_the_device(name, values, facts.device)
+        or _not_with_the_ranks(name, values, facts.world_size, degrees)
+        or _not_in_the_job(name, values, job, facts.device)
+    )
+
+
+def _not_on_the_device(name: str, values: tuple[Any, ...], device: str) -> str:
+    knob = ENGINE_KNOBS.get(name)
+    if knob is not None and device not in knob.devices and values != (knob.default,):
+        return f"there is none on {device}"
+    absent = set(values) - {"auto", "flash", "math"} if name == "attention_backend" and device == "cpu" else set()
+    return f"a CPU has no {' or '.join(sorted(absent))}; it has flash and math" if absent else ""
+
+
+def _not_with_the_ranks(name: str, values: tuple[Any, ...], world_size: int, degrees: tuple[int, ...]) -> str:
+    for value, degree in itertools.product(values, degrees):
+        if name == "replicate_degree" and (world_size % value or value >= world_size > 1):
+            return f"{value} copies of a model that is still sharded do not come out of {world_size} ranks"
+        ranks = world_size // degree
+        if name == "reshard_group_size" and value and not (1 < value < ranks and ranks % value == 0):
+            return f"{value} is no divisor between 1 and the {ranks} ranks that weights are sharded over"
+    return ""
+
+
+def _not_in_the_job(name: str, values: tuple[Any, ...], job: Job, device: str) -> str:
+    if name == "compile" and True in values and device == "cpu" and job.cluster.memory_limit_gib is not None:
+        return "on a CPU the compiler's own memory would count against cluster.memory_limit_gib"
+    if name == "reduce_dtype" and "bf16" in values and job.training.precision == "fp32":
+        return "bf16 needs training.precision = bf16"
+    return ""
 
 
 def recompute_rank(mode: str) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from autotune.errors import UserError, nearest
 from autotune.export import accelerate, plain, transformers
 from autotune.export.base import Best, Exported, Exporter
-from trials.record import ENGINES
+
+ENGINES = ("fsdp2", "fsdp1")
+"""That the exporters know."""
 
 __all__ = ["EXPORTERS", "Best", "Exported", "Exporter", "export"]
 
@@ -27,6 +29,6 @@ def export(to: str, best: Best) -> Exported:
     if best.knobs.engine not in ENGINES:
         raise UserError(
             f"export to {to}: the settings are for the engine {best.knobs.engine!r}",
-            f"settings measured with {' and '.join(ENGINES)} can be exported",
+            f"settings measured with {' and '.join(ENGINES)} can be exported; best.yaml has all of them as they are",
         )
     return EXPORTERS[to](best)

@@ -17,6 +17,7 @@ from autotune.export.lines import (
     checkpoint_loop,
     mixed_precision,
     partial_checkpointing,
+    scripted,
     shard_groups,
 )
 from trials.record import Knobs
@@ -43,7 +44,7 @@ BACKWARD_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO
 
 def export(best: Best) -> Exported:
     """One file. What the script sets, or accelerate cannot do, is lost."""
-    lost = _lost(best)
+    lost = _lost(best) | scripted(best.knobs)
     notes = _notes(best)
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -105,7 +106,7 @@ def _lost(best: Best) -> dict[str, str]:
             f"{partial_checkpointing(mode)}, before accelerator.prepare; accelerate itself checkpoints all blocks or "
             "none."
         )
-    if knobs.blocks_per_unit > 1:
+    if (knobs.blocks_per_unit or 1) > 1:
         lost |= _lost_grouping(best)
     if knobs.limit_all_gathers is False:  # True is accelerate's default
         lost["limit_all_gathers"] = (

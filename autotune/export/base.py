@@ -17,14 +17,17 @@ class Best:
     knobs: Knobs
     precision: str
     """`bf16` (bf16 compute and gathers, fp32 master weights) or `fp32`."""
-    reduce_dtype: str
-    """`fp32` or `bf16`: of the gradient reduction."""
     world_size: int
     """Ranks of the real run."""
     seq_len: int
     """Tokens per sequence."""
     evidence: list[str]
     """Lines for the header: what was measured, where and when."""
+
+    @property
+    def reduce_dtype(self) -> str:
+        """`fp32` or `bf16`: of the gradient reduction."""
+        return self.knobs.reduce_dtype or "fp32"
 
     @property
     def global_batch_size(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from autotune.export.base import Best
-from trials.record import checkpoint_stride
+from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride
 
 
 def checkpoint_loop(mode: str) -> str:
@@ -38,3 +41,38 @@ def shard_groups(best: Best) -> str:
 
 JOIN_GROUPS = "autotune_best.join_blocks(model, list(layers), autotune_best.group_blocks(layers))"
 """FSDP1: makes modules of several blocks, which a wrap policy can then find by their class, BlockGroup."""
+
+_BACKEND = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+SCRIPTED: dict[str, Callable[[Any], str]] = {
+    "keep_last_units": lambda n: f"`for unit in units[-{n}:]: unit.set_reshard_after_forward(False)`.",
+    "reshard_group_size": lambda n: (
+        f"`unit.set_reshard_after_forward({n})` for each unit, or the same argument of fully_shard."
+    ),
+    "forward_prefetch_units": lambda n: (
+        f"`for i, unit in enumerate([model, *units]): unit.set_modules_to_forward_prefetch(units[i : i + {n}])`."
+    ),
+    "backward_prefetch_units": lambda n: (
+        f"`for i, unit in enumerate(units): unit.set_modules_to_backward_prefetch(units[max(0, i - {n}) : i][::-1])`."
+    ),
+    "replicate_degree": lambda n: (
+        f'`mesh = init_device_mesh("cuda", ({n}, world_size // {n}), mesh_dim_names=("replicate", "shard"))`.'
+    ),
+    "cpu_offload": lambda _: "`fully_shard(..., offload_policy=CPUOffloadPolicy())` for each unit and the model.",
+    "compile": lambda _: "`for block in layers: block.compile()`, after checkpointing and before sharding.",
+    "attention_backend": lambda name: (
+        f"`with torch.nn.attention.sdpa_kernel(SDPBackend.{_BACKEND[name]}):` around forward and backward."
+    ),
+    "fused_optimizer": lambda _: "`torch.optim.AdamW(..., fused=True)`.",
+}
+"""Knobs that no exporter's file carries, and the line to write instead."""
+_PLAIN_DEFAULTS = {"compile": False, "attention_backend": "auto", "fused_optimizer": False}
+
+
+def scripted(knobs: Knobs) -> dict[str, str]:
+    """The knobs among SCRIPTED that are other than torch's default, each with its line."""
+    found = {}
+    for name, line in SCRIPTED.items():
+        value, default = getattr(knobs, name), ENGINE_KNOBS[name].default if name in ENGINE_KNOBS else None
+        if value not in (None, default, _PLAIN_DEFAULTS.get(name)):
+            found[name] = line(value)
+    return found

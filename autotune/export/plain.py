@@ -12,7 +12,8 @@ from importlib import resources
 import yaml
 
 from autotune.export.base import Best, Exported, carried_without, comment, header
-from trials.record import FSDP1_KNOBS, KNOB_NAMES
+from autotune.export.lines import scripted
+from trials.record import FSDP1_KNOBS
 
 YAML_NAME = "autotune-best.yaml"
 SNIPPET_NAME = "autotune_best.py"
@@ -45,17 +46,20 @@ optimizer = torch.optim.AdamW(model.parameters())
 batches = autotune_best.micro_batches(autotune_best.make_loader(dataset))
 for step in range(num_steps):
     autotune_best.train_step(model, optimizer, batches, loss_fn)"""
+TO_WRITE = "Not in this file; write it in the training script (`layers`: the blocks, `units`: the FSDP units):"
 RENAMED = """\
 FSDP1 makes a unit of one module, so blocks that share a unit are moved into a BlockGroup: parameters, and so the
 keys of checkpoints, get other names (layers.3.x -> layers.1.blocks.1.x)."""
 
 
 def export(best: Best) -> Exported:
-    """Both files; nothing is lost."""
+    """Both files. What only few change is a line to write beside them."""
+    lost = scripted(best.knobs)
+    to_write = ["", TO_WRITE, *(f"- {name}: {need}" for name, need in lost.items())] if lost else []
     return Exported(
-        files={YAML_NAME: _yaml(best), SNIPPET_NAME: _snippet(best)},
-        carried=carried_without(()),
-        lost={},
+        files={YAML_NAME: _yaml(best), SNIPPET_NAME: _snippet(best, to_write)},
+        carried=carried_without(lost),
+        lost=lost,
     )
 
 
@@ -77,25 +81,25 @@ def _yaml(best: Best) -> str:
 
 
 def _names(best: Best) -> list[str]:
-    """The knobs that the engine has."""
-    return [name for name in KNOB_NAMES if best.knobs.engine == "fsdp1" or name not in FSDP1_KNOBS]
+    """The knobs that the files carry, of those that the engine has."""
+    return [name for name in MEANING if best.knobs.engine == "fsdp1" or name not in FSDP1_KNOBS]
 
 
-def _snippet(best: Best) -> str:
+def _snippet(best: Best, to_write: list[str]) -> str:
     knobs = best.knobs
     # The parts are ordinary, checked code; only the values of their constants change.
     code = re.sub(r"  # type: ignore.*", "", _joined_code(knobs.engine))
     code = _set_constant(code, "PRECISION", best.precision, "bf16 or fp32")
     code = _set_constant(code, "REDUCE_DTYPE", best.reduce_dtype, "of the gradient reduction")
     present = _names(best)
-    for name in KNOB_NAMES:
+    for name, meaning in MEANING.items():
         if name in present:
-            code = _set_constant(code, name.upper(), getattr(knobs, name), MEANING[name])
+            code = _set_constant(code, name.upper(), getattr(knobs, name), meaning)
         else:
             code = _replace_constant(code, name.upper(), "")
-    renamed = ["", *RENAMED.splitlines()] if knobs.engine == "fsdp1" and knobs.blocks_per_unit > 1 else []
+    renamed = ["", *RENAMED.splitlines()] if knobs.engine == "fsdp1" and (knobs.blocks_per_unit or 1) > 1 else []
     use = [*APPLY[knobs.engine].splitlines(), *TRAIN.splitlines()]
-    return comment([*header(best, "Tuned FSDP settings in plain PyTorch"), *renamed, "", *use]) + "\n" + code
+    return comment([*header(best, "Tuned FSDP settings in plain PyTorch"), *renamed, *to_write, "", *use]) + "\n" + code
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import yaml
 
 from autotune.export.accelerate import BACKWARD_PREFETCH, WRAP_CLASS, wrapping_notes
 from autotune.export.base import Best, Exported, carried_without, comment, header
-from autotune.export.lines import JOIN_GROUPS, checkpoint_loop, partial_checkpointing, shard_groups
+from autotune.export.lines import JOIN_GROUPS, checkpoint_loop, partial_checkpointing, scripted, shard_groups
 from trials.record import Knobs
 
 FILE_NAME = "training_args.yaml"
@@ -36,7 +36,7 @@ PLUGIN_ARGS = 'args.fsdp_plugin_args["{}"] = {}'
 
 def export(best: Best) -> Exported:
     """One file. What the Trainer cannot be told by its arguments is lost."""
-    lost = _lost(best)
+    lost = _lost(best) | scripted(best.knobs)
     notes = _notes(best)
     to_write = [*TO_WRITE, *(f"- {name}: {need}" for name, need in lost.items())] if lost else []
     text = (
@@ -100,7 +100,7 @@ def _lost(best: Best) -> dict[str, str]:
             f"{partial_checkpointing(mode)}; fsdp_config checkpoints all blocks or none. (every_n_layers is of "
             "transformers' own checkpointing, which with FSDP may gather weights once more.)"
         )
-    if knobs.blocks_per_unit > 1:
+    if (knobs.blocks_per_unit or 1) > 1:
         lost |= _lost_grouping(best)
     return lost
 

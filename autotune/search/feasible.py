@@ -62,7 +62,7 @@ def takes_no_less_memory(knobs: Knobs, other: Knobs) -> bool:
 
 
 def _keeps_no_less_gathered(knobs: Knobs, other: Knobs) -> bool:
-    """Weights that are not freed after forward, or are gathered before they are needed, lie in memory all the longer."""
+    """Weights that are not freed after forward, or are gathered early, lie in memory all the longer."""
     kept = not knobs.reshard_after_forward or (
         bool(other.reshard_after_forward) and (knobs.keep_last_units or 0) >= (other.keep_last_units or 0)
     )

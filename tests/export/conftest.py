@@ -48,7 +48,6 @@ def run_ranks(module: str, folder: Path, world_size: int, **environment: str) ->
 def best() -> Best:
     """Settings that every trainer can be handed whole, except what its script sets."""
     return Best(
-        reduce_dtype="fp32",
         knobs=Knobs(
             micro_batch_size=8,
             grad_accum_steps=2,

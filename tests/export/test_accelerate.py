@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.export import Best, export, snippet_fsdp1
+from autotune.export import ENGINES, Best, export, snippet_fsdp1
 from autotune.export.accelerate import FILE_NAME, VERSION
-from trials.record import ENGINES
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.export import EXPORTERS, Best, Exported, export
-from trials.record import BACKWARD_PREFETCH, ENGINES, KNOB_NAMES, Knobs
+from autotune.export import ENGINES, EXPORTERS, Best, Exported, export
+from autotune.export.lines import SCRIPTED
+from trials.record import BACKWARD_PREFETCH, KNOB_NAMES, Knobs
 
 from .conftest import fsdp1
 
@@ -46,6 +47,20 @@ KNOBS = FSDP2_KNOBS + [
     for limit in (True, False)
     for knobs, backward in zip(FSDP2_KNOBS, itertools.cycle(BACKWARD_PREFETCH), strict=False)
 ]
+KNOBS += [
+    replace(FSDP2_KNOBS[-1], reshard_after_forward=True, **change)  # type: ignore[arg-type]
+    for change in (
+        {"keep_last_units": 2},
+        {"reshard_group_size": 8},
+        {"forward_prefetch_units": 2},
+        {"backward_prefetch_units": 3},
+        {"replicate_degree": 2},
+        {"cpu_offload": True},
+        {"compile": True},
+        {"attention_backend": "cudnn"},
+        {"fused_optimizer": True},
+    )
+]
 
 
 @pytest.mark.parametrize("to", EXPORTERS)
@@ -60,6 +75,14 @@ def test_every_knob_is_carried_or_named_in_a_comment(to: str, precision: str, be
             assert f"# - {name}: {need}" in comments
         for note in exported.notes:
             assert f"# - {note}" in comments
+
+
+@pytest.mark.parametrize("to", EXPORTERS)
+def test_a_knob_that_no_file_carries_is_lost_with_its_line_only_where_it_is_set(to: str, best: Best) -> None:
+    assert not set(export(to, best).lost) & set(SCRIPTED)
+    for knobs in KNOBS[-len(SCRIPTED) :]:
+        (name,) = (name for name in SCRIPTED if getattr(knobs, name) != getattr(FSDP2_KNOBS[-1], name))
+        assert name in export(to, replace(best, knobs=knobs)).lost
 
 
 @pytest.mark.parametrize("to", EXPORTERS)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
-from autotune.export import Best, export
+from autotune.export import ENGINES, Best, export
 from autotune.export.plain import MEANING, SNIPPET_NAME, YAML_NAME
 from trials import wrap
 from trials.engines import fsdp2
 from trials.models import DecoderWorkload
-from trials.record import ENGINES, FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
+from trials.record import FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
 
 from .conftest import fsdp1
 
@@ -76,7 +76,7 @@ def test_yaml_reads_back_into_the_same_knobs(best: Best) -> None:
         values = yaml.safe_load(text)
         assert Knobs.from_dict(values.pop("knobs")) == knobs
         assert values == {"precision": "bf16", "reduce_dtype": "fp32", "world_size": 16, "seq_len": 2048}
-        for name in KNOB_NAMES:
+        for name in MEANING:
             known = knobs.engine == "fsdp1" or name not in FSDP1_KNOBS
             assert (f"  # {MEANING[name]}\n  {name}: " in text) == known
 
@@ -111,8 +111,8 @@ def test_snippet_imports_only_torch_and_has_every_knob_of_its_engine(engine: str
         and node.targets[0].id.lower() in (*KNOB_NAMES, "precision")
     }
     knobs = best.knobs.to_dict()
-    expected = {name: knobs[name] for name in KNOB_NAMES if engine == "fsdp1" or name not in FSDP1_KNOBS}
-    assert constants == {**expected, "precision": "bf16"}
+    expected = {name: knobs[name] for name in MEANING if engine == "fsdp1" or name not in FSDP1_KNOBS}
+    assert constants == {**expected, "precision": "bf16", "reduce_dtype": "fp32"}
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "every_2", "every_4", "selective_op"])

@@ -40,7 +40,6 @@ def settings(name: str, best: Best) -> Best:
     best = replace(
         fsdp1(best),
         precision=changes.pop("precision", "fp32"),
-        reduce_dtype=changes.pop("reduce_dtype", "fp32"),
     )
     workload = make_workload()
     sizes = wrap.block_mib(workload.blocks(build(workload)), best.precision)
@@ -56,7 +55,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     best = Best(
         knobs=Knobs(8, 2, False, False, 0.0, 1, "full", 0, None),
         precision="fp32",
-        reduce_dtype="fp32",
         world_size=WORLD_SIZE,
         seq_len=16,
         evidence=[],

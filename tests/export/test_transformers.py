@@ -12,9 +12,8 @@ import torch
 import yaml
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
-from autotune.export import Best, export, snippet_fsdp1
+from autotune.export import ENGINES, Best, export, snippet_fsdp1
 from autotune.export.transformers import FILE_NAME, VERSION
-from trials.record import ENGINES
 
 from .conftest import fsdp1
 

@@ -44,7 +44,6 @@ def settings(name: str) -> Best:
     best = Best(
         knobs=Knobs(4, 2, False, False, BLOCK_MIB, 1, "full", 0, None),
         precision=changes.pop("precision", "fp32"),
-        reduce_dtype="fp32",
         world_size=WORLD_SIZE,
         seq_len=16,
         evidence=[],

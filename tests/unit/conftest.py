@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import optuna
 import pytest
 
 from autotune.job import Job, validate
@@ -32,6 +34,13 @@ def make_job(**sections: Any) -> Job:
 
 def make_space(num_blocks: int = 4, cpus_allowed: int = 2, block_mib: float = 2.8145, **sections: Any) -> SearchSpace:
     return SearchSpace(make_job(**sections), Facts("cpu", num_blocks, (block_mib,) * num_blocks, cpus_allowed))
+
+
+@pytest.fixture(autouse=True)
+def _optuna_as_it_was() -> Iterator[None]:
+    verbosity = optuna.logging.get_verbosity()
+    yield
+    optuna.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_init_writes_a_job_that_loads_and_never_overwrites(tmp_path: Path) -> No
     ("arguments", "complaint"),
     [
         (["run", "quickstrat"], "did you mean quickstart"),
-        (["run", "quickstart", "--set", "space.limit_all_gathers=[true]"], "FSDP2 has no such knob"),
+        (["run", "quickstart", "--set", "space.limit_all_gathers=[true]"], "fsdp2 has no such knob"),
         (["run", "quickstart", "--trials", "0"], "x>=1"),
         (["run"], "Missing argument"),
         (["init", "--template", "nothing"], "no such template"),

@@ -42,7 +42,10 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("space.limit_all_gathers=[true]", "space.limit_all_gathers: FSDP2 has no such knob"),
+        (
+            "space.limit_all_gathers=[true]",
+            "space.limit_all_gathers: fsdp2 has no such knob; it is FSDP1's rate limiter",
+        ),
         ("space.grad_accum_steps=[2]", "accumulation is derived"),
         ("space.activation_checkpointing=[some]", "activation_checkpointing = 'some'"),
         ("space.micro_batch_size=[]", "give at least one candidate"),
@@ -51,7 +54,7 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
         ("batch.global_batch_tokens=4096", "give either global_batch_size (sequences) or global_batch_tokens"),
         ("model.config={}", "give either preset or config"),
         ("model.preset=huge", "no such preset; known: tiny"),
-        ("training.engines=[ddp]", "training.engines.0 = 'ddp'"),
+        ("training.engines=[zero]", "training.engines.0 = 'zero'"),
         ("cluster.ranks_per_node=0", "cluster.ranks_per_node = 0: should be greater than 0"),
         ("cluster.memory_limit_gib=a", "hint: Per rank. On CUDA the caching allocator's cap"),
         ("cluster.ranks_per_node=two", "cluster.ranks_per_node = 'two'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from autotune.errors import UserError
 from autotune.space import Facts, SearchSpace, batch_pairs
 from tests.unit.conftest import QUICK, make_job, make_space
-from trials.record import FSDP1_KNOBS, Knobs, group_blocks, unit_cap_mb
+from trials.record import ENGINE_KNOBS, FSDP1_KNOBS, Knobs, group_blocks, unit_cap_mb
 
 
 def test_accumulation_is_derived_so_that_the_global_batch_is_exact() -> None:
@@ -154,11 +155,67 @@ def test_the_baseline_may_be_of_an_engine_that_is_not_searched() -> None:
     ],
 )
 def test_a_knob_of_fsdp1_without_fsdp1_is_an_error(sections: dict[str, Any], key: str) -> None:
-    with pytest.raises(UserError, match=rf"{key}: FSDP2 has no such knob[\s\S]*add fsdp1 to training.engines"):
+    with pytest.raises(UserError, match=rf"{key}: fsdp2 has no such knob[\s\S]*add fsdp1 to training.engines"):
         make_space(**sections)
 
 
-SPACES = {"fsdp2": make_space(), "both engines": two_engines()}
+EVERYTHING: dict[str, Any] = {
+    "training": {"engines": ["fsdp2", "fsdp1", "ddp"], "precision": "bf16"},
+    "space": {
+        "micro_batch_size": [2, 8],
+        "sync_each_micro_batch": [True, False],
+        "reshard_after_forward": [True, False],
+        "bucket_cap_mb": "auto",
+        "keep_last_units": [0, 1, 9],
+        "reshard_group_size": [0, 2],
+        "forward_prefetch_units": [0, 3],
+        "backward_prefetch_units": [0, 3],
+        "reduce_dtype": ["fp32", "bf16"],
+        "backward_prefetch": ["pre", "none"],
+        "compile": [False, True],
+    },
+    "batch": {"global_batch_size": 32, "target_world_size": 4},
+    "cluster": {"ranks_per_node": 4},
+}
+
+
+def test_every_config_has_the_knobs_of_its_engine_and_no_others() -> None:
+    for config in two_engines(world_size=4, **EVERYTHING).configs():
+        for name, knob in ENGINE_KNOBS.items():
+            assert (getattr(config, name) is not None) == (config.engine in knob.engines)
+        assert (config.blocks_per_unit is None) == (config.engine == "ddp")
+
+
+def test_under_ddp_the_bucket_cap_is_its_own() -> None:
+    configs = list(make_space(training={"engines": ["ddp"]}, space={"bucket_cap_mb": "auto"}).configs())
+    assert {config.bucket_cap_mb for config in configs} == {10, 25, 50, 100, 200}
+    assert make_space(training={"engines": ["ddp"]}, space={}).baseline.bucket_cap_mb == 25
+
+
+def test_units_that_are_all_kept_are_a_model_that_is_not_resharded() -> None:
+    space = two_engines(world_size=4, **EVERYTHING)
+    kept = space.canonical(replace(space.baseline, reshard_after_forward=True, keep_last_units=4))
+    assert (kept.reshard_after_forward, kept.keep_last_units, kept.reshard_group_size) == (False, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"space": {"replicate_degree": [3]}}, "3 copies of a model that is still sharded do not come out of 2 ranks"),
+        ({"space": {"replicate_degree": [2]}}, "2 copies"),
+        ({"space": {"reshard_group_size": [2]}}, "2 is no divisor between 1 and the 2 ranks"),
+        ({"space": {"cpu_offload": [True]}}, "there is none on cpu"),
+        ({"space": {"attention_backend": ["cudnn"]}}, "a CPU has no cudnn; it has flash and math"),
+        ({"space": {"compile": [True]}}, "the compiler's own memory"),
+        ({"space": {"reduce_dtype": ["bf16"]}, "training": {"precision": "fp32"}}, "needs training.precision"),
+    ],
+)
+def test_what_the_machine_has_not_is_an_error_and_not_ignored(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        make_space(**changes)
+
+
+SPACES = {"everything": two_engines(world_size=4, **EVERYTHING), "fsdp2": make_space(), "both engines": two_engines()}
 KNOBS = st.sampled_from([(name, knobs) for name, space in SPACES.items() for knobs in space.configs()])
 
 

@@ -60,7 +60,7 @@ def _reshard(knobs: Knobs, freed: bool) -> bool | int:
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], knobs: Knobs) -> None:
     """Tells each unit which ones' all-gathers to queue ahead of it; the root begins the forward."""
     ahead, behind = knobs.forward_prefetch_units or 0, knobs.backward_prefetch_units or 0
-    sharded = [module for module in (root, *units) if isinstance(module, FSDPModule)]
+    sharded: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
     for index, unit in enumerate(sharded):
         if ahead:
             unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
