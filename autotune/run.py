@@ -160,7 +160,9 @@ class Run:
         )
 
     def _explore(self) -> None:
-        proposals = itertools.chain(self.measurer.begun("explore"), iter(self.search.ask, None))
+        # A history that somebody has changed must not have a config run that the job does not ask for.
+        begun = filter(self.space.contains, self.measurer.begun("explore"))
+        proposals = itertools.chain(begun, iter(self.search.ask, None))
         for number, knobs in enumerate(proposals):
             self._trial(knobs, "explore")
             if number + 1 == self.job.budget.trials:
