@@ -132,7 +132,7 @@ class Run:
             kind = UserError if attempt.outcome in OF_THE_WORKLOAD else InfrastructureError
             raise kind(
                 f"the baseline failed ({attempt.outcome}): {attempt.reason}",
-                f"nothing else was tried; its output is in {self.out / attempt.row['log_path']}",
+                f"nothing else was tried; its output is in {self.out / 'logs' / f'trial-{attempt.trial:04d}'}",
             )
         if not attempt.is_feasible:
             self.listener.message("  the baseline leaves less memory free than cluster.memory_headroom asks for")
@@ -160,9 +160,7 @@ class Run:
         )
 
     def _explore(self) -> None:
-        # A history that somebody has changed must not have a config run that the job does not ask for.
-        begun = filter(self.space.contains, self.measurer.begun("explore"))
-        proposals = itertools.chain(begun, iter(self.search.ask, None))
+        proposals = itertools.chain(self._begun(), iter(self.search.ask, None))
         for number, knobs in enumerate(proposals):
             self._trial(knobs, "explore")
             if number + 1 == self.job.budget.trials:
@@ -171,6 +169,14 @@ class Run:
                 self.listener.message("  budget.minutes is used up: on to the finalists")
                 return
         self.listener.message("  every config worth a trial has been tried")
+
+    def _begun(self) -> list[Knobs]:
+        """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
+        begun = self.measurer.begun("explore")
+        asked = set(self.space.configs()) if begun else set()
+        if not asked.issuperset(begun):
+            self.listener.message("  skipped configs of the history that are not in the space")
+        return [knobs for knobs in begun if knobs in asked]
 
     def _out_of_time(self) -> bool:
         minutes = self.job.budget.minutes
