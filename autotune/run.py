@@ -14,7 +14,8 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import Listener, Measurer
-from autotune.rows import Attempt
+from autotune.report.text import gib
+from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
@@ -28,6 +29,8 @@ OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIE
 """Of a baseline: the user's model or settings are wrong."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
+STATE_BYTES = 16
+"""Per parameter, sharded over the ranks: weights and gradients in fp32, and AdamW's two moments."""
 OVERHEAD_S = 2.5
 """Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
 
@@ -153,9 +156,11 @@ class Run:
         )
 
     def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
+        states_gib = STATE_BYTES * self.study.model.num_params / self.study.world_size / GIB
         return NothingFitsError(
             f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
-            f"memory: {attempt.reason.splitlines()[0]}",
+            f"memory: {attempt.reason.splitlines()[0]}\n  weights, gradients and the optimizer's states alone take "
+            f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
 

@@ -197,6 +197,8 @@ def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path:
     done = autotune("run", "job.yaml", cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "even the config that takes least ran out of memory" in done.stderr
+    assert "you tried to allocate" in done.stderr
+    assert "states alone take about 24 MiB per rank" in done.stderr
     assert "raise the limit" in done.stderr
     assert {row["outcome"] for row in rows(tmp_path)} == {"oom_device"}
 

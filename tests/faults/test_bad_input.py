@@ -87,10 +87,11 @@ def test_what_a_rank_finds_wrong_exits_2(tmp_path: Path, sections: dict[str, Any
     assert not list(tmp_path.glob("run/history/*"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_a_data_folder_without_the_right_to_read_it_exits_2(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "texts").chmod(0)
+    if os.access(tmp_path / "texts", os.R_OK):
+        pytest.skip("root reads everything")
     try:
         done = autotune("run", "job.yaml", cwd=tmp_path)
     finally:
