@@ -424,9 +424,12 @@ def validate(model: type[Job], values: dict[str, Any], where: str) -> Job:
 
 
 def _describe(details: ErrorDetails) -> str:
-    keys = [str(part) for part in details["loc"] if not _is_union_branch(part)]
+    *inner, last = details["loc"] or (None,)
+    is_unknown = details["type"] == "extra_forbidden"  # then the last part is the user's own word, whatever it is
+    keys = [str(part) for part in inner if not _is_union_branch(part)]
+    keys += [str(last)] if last is not None and (is_unknown or not _is_union_branch(last)) else []
     path, value = ".".join(keys), details["input"]
-    if details["type"] == "extra_forbidden":
+    if is_unknown:
         if keys[-1] in ABSENT_KNOBS:
             return f"{path}: {ABSENT_KNOBS[keys[-1]]}\n    hint: remove it"
         parent = _section(keys[:-1])
