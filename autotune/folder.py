@@ -66,7 +66,7 @@ def check_resumable(out: Path, job: Job) -> None:
     """Refuses to go on with another job's run.
 
     Raises:
-        UserError: no run in `out`, or one of another job, with each difference.
+        UserError: no run in `out`, or one of another job, with each difference; or it cannot be written.
     """
     path = out / "job.yaml"
     if not path.exists():
@@ -82,7 +82,10 @@ def check_resumable(out: Path, job: Job) -> None:
             "\n".join([f"{out} holds the run of another job:", *different]),
             f"resume it as it was (autotune run {path} --resume), or start anew without --resume",
         )
-    write_whole(path, job.to_yaml())
+    try:
+        write_whole(path, job.to_yaml())
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
