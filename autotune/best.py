@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict
 
 from autotune.errors import UserError
 from autotune.export.base import Best
+from autotune.job import UNPARSABLE
 from autotune.report.text import gib, mfu_label, percent, rate
 from autotune.rows import Attempt, Study
 from autotune.verdict import CONFIDENCE, Verdict
@@ -142,14 +144,72 @@ def read_best(run: Path) -> dict[str, Any]:
         )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        Knobs.from_dict(content["settings"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        _File.model_validate(content)
+        for config in (content, content["baseline"]):
+            config["settings"] = Knobs.from_dict(config["settings"]).to_dict()
+    except (*UNPARSABLE, TypeError, OSError) as error:
         raise UserError(
             f"{path}: not a best.yaml of fsdp-autotune: {type(error).__name__}: {error}",
             "was it edited by hand?",
         ) from error
     assert isinstance(content, dict)
     return content
+
+
+class _Part(BaseModel):
+    """Of best.yaml: what is read of it again, since anybody may have written it."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Figures(_Part):
+    tokens_per_s_per_rank: float | None
+    mfu: float | None
+    hfu: float | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+
+
+class _Baseline(_Figures):
+    settings: dict[str, Any]
+
+
+class _Training(_Part):
+    precision: Literal["fp32", "bf16"]
+    reduce_dtype: Literal["fp32", "bf16"]
+    target_world_size: int
+    seq_len: int
+
+
+class _Gain(_Part):
+    ratio: float
+    low: float
+    high: float
+
+
+class _Conventions(_Part):
+    flops_convention: str
+    peak_source: str
+    limit_gib: float | None
+
+
+class _Fingerprint(_Part):
+    world_size: int
+    device_name: str | None
+    torch_version: str | None
+    written_at: str
+
+
+class _File(_Part):
+    complete: bool
+    verdict: str
+    settings: dict[str, Any]
+    training: _Training
+    evidence: _Figures
+    gain: _Gain | None
+    baseline: _Baseline
+    conventions: _Conventions
+    fingerprint: _Fingerprint
 
 
 def to_exportable(best: dict[str, Any]) -> Best:

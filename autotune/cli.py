@@ -124,21 +124,23 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     from autotune.folder import latest_moved
     from autotune.history import History
     from autotune.report.tables import print_best, print_trial, print_trials
+    from autotune.report.text import json_safe, printable
 
     rows, skipped = History(run_folder / "history").rows()
+    for line in skipped:
+        click.echo(f"skipped {printable(line)}", err=True)
     if not rows and not (run_folder / "best.yaml").exists():
         moved = latest_moved(run_folder)
         hint = f"an earlier run was moved to {moved}" if moved else "give the folder of a run: its job's `output`"
         raise UserError(f"{run_folder}: no run there that has measured anything", hint)
-    for line in skipped:
-        click.echo(f"skipped {line}", err=True)
     if trial is not None:
         rows = [row for row in rows if row["trial"] == trial]
         if not rows:
             raise UserError(f"{run_folder}: no trial {trial}", "`autotune show RUN` lists them")
     best = read_best(run_folder) if (run_folder / "best.yaml").exists() else None
     if as_json:
-        click.echo(json.dumps({"trials": rows} | ({} if trial is not None else {"best": best}), default=str))
+        content = {"trials": rows} | ({} if trial is not None else {"best": best})
+        click.echo(json.dumps(json_safe(content), default=str))
         return
     console = Console(highlight=False)
     if trial is not None:
@@ -240,7 +242,10 @@ def main() -> NoReturn:
         _refuse_foreign_packages()
         cli(standalone_mode=False)
     except AutotuneError as error:
-        click.echo(f"autotune: {error}", err=True)
+        from autotune.report.text import printable
+
+        # Words of a job, a model or a history, which anybody may have written.
+        click.echo(f"autotune: {printable(str(error))}", err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()

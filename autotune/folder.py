@@ -23,16 +23,17 @@ def sole_driver(out: Path) -> Iterator[None]:
     Raises:
         UserError: another driver holds it, or the folder's parent cannot be written.
     """
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
     try:
+        lock = FileLock(out.with_name(f".{out.name}.lock"))
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise UserError(
             f"{out}: another autotune is running into this folder", "wait for it, or give another folder by --output"
         ) from None
-    except OSError as error:
-        raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
+    except (OSError, ValueError) as error:  # a root has no name, and a name no zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{out}: {reason}", "give a folder you can write to by --output") from error
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def check_resumable(out: Path, job: Job) -> None:
     """Refuses to go on with another job's run.
 
     Raises:
-        UserError: no run in `out`, or one of another job, with each difference.
+        UserError: no run in `out`, or one of another job, with each difference; or it cannot be written.
     """
     path = out / "job.yaml"
     if not path.exists():
@@ -81,7 +82,10 @@ def check_resumable(out: Path, job: Job) -> None:
             "\n".join([f"{out} holds the run of another job:", *different]),
             f"resume it as it was (autotune run {path} --resume), or start anew without --resume",
         )
-    write_whole(path, job.to_yaml())
+    try:
+        write_whole(path, job.to_yaml())
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -94,11 +98,14 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 OWN_ENTRIES = frozenset({"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export"})
 """All that a run leaves in its folder; a folder with anything else in it is somebody's, and is not touched."""
 
+HALF_WRITTEN = frozenset(f".{name}" for name in OWN_ENTRIES)
+"""What `write_whole` leaves if it is killed; the next writing takes its place."""
+
 
 def _move_aside(out: Path) -> Path | None:
-    names = {path.name for path in out.iterdir()} if out.exists() else set()
-    if not names:
-        return None
+    names = {path.name for path in out.iterdir()} - HALF_WRITTEN if out.exists() else set()
+    if not names or (names == {"logs"} and not any((out / "logs").iterdir())):
+        return None  # nothing, or what a run leaves that is killed while it makes its folder
     if not {"job.yaml", "logs"} <= names <= OWN_ENTRIES:
         raise UserError(f"{out}: the folder holds something that is no run", "give another folder by --output")
     if not any((out / "history").glob("*.parquet")):

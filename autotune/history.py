@@ -148,15 +148,20 @@ class History:
         skipped: list[str] = []
         for path in self._files():
             try:
-                table = pq.read_table(path, partitioning=None)
-            except (pa.ArrowException, OSError) as error:
-                skipped.append(f"{path.name}: unreadable: {str(error).splitlines()[0]}")
-                continue
-            problem = _not_ours(table.schema)
+                problem = _not_ours(pq.read_schema(path))
+                # Read under our schema, whatever types the file claims; a column that it has not is null.
+                found = (
+                    []
+                    if problem
+                    else pq.read_table(path, partitioning=None, schema=SCHEMA).to_pylist(maps_as_pydicts="strict")
+                )
+            except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
+                problem, found = f"unreadable: {(str(error).splitlines() or [''])[0]}", []
+            if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
+                problem, found = "no attempt: it has no trial number or no knobs", []
+            rows.extend(found)
             if problem:
                 skipped.append(f"{path.name}: {problem}")
-            else:
-                rows.extend(table.to_pylist(maps_as_pydicts="strict"))
         return sorted(rows, key=lambda row: (row["trial"], row["attempt"])), skipped
 
     def _files(self) -> Iterable[Path]:

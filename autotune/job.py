@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,11 +17,15 @@ from autotune.errors import UserError, nearest
 from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+"""The history stores whole numbers in 32 bits."""
+NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Engine = Literal["fsdp2", "fsdp1", "ddp"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math"]
+
+UNPARSABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""What the YAML parser raises: also for a 13th month, a number of thousands of digits, lists in lists in lists."""
 
 ABSENT_KNOBS = {
     "limit_all_gathers": "it is FSDP1's rate limiter of in-flight all-gathers",
@@ -33,7 +38,9 @@ ABSENT_KNOBS = {
 
 class Section(BaseModel):
     # A field's docstring is also the hint of an error in it.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Model(Section):
@@ -358,16 +365,21 @@ class Job(Section):
         }
         wrong = [f"{key} = {size}" for key, sizes in asked.items() for size in sizes if per_rank % size]
         if wrong:
-            divisors = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
             raise ValueError(
                 f"{' and '.join(wrong)}: the per-rank batch is {per_rank} sequences (global batch / ranks), and "
-                f"accumulation is whole; divisors: {divisors}"
+                f"accumulation is whole; divisors: {', '.join(str(size) for size in divisors(per_rank))}"
             )
         return self
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
         return text
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, from 1 to `number`."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def shipped(kind: Literal["jobs", "spaces"]) -> dict[str, str]:
@@ -405,13 +417,13 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
 
 def _find(name: str, kind: Literal["jobs", "spaces"], what: str) -> tuple[Path | None, str]:
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        try:
+    try:
+        if path.suffix in (".yaml", ".yml") or path.is_file():
             return path, path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"{name}: no such file", nearest(path.stem, shipped(kind))) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{name}: {error}", f"a {what} is a UTF-8 YAML file") from error
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file", nearest(path.stem, shipped(kind))) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: {error}", f"a {what} is a UTF-8 YAML file") from error
     known = shipped(kind)
     if name not in known:
         raise UserError(f"{name}: neither a file nor a shipped {what}", nearest(name, known))
@@ -421,7 +433,7 @@ def _find(name: str, kind: Literal["jobs", "spaces"], what: str) -> tuple[Path |
 def _parse_mapping(text: str, where: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except UNPARSABLE as error:
         raise UserError(f"{where}: not YAML: {error}", "indent with spaces; quote strings with : or #") from error
     if not isinstance(values, dict):
         raise UserError(
@@ -437,7 +449,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {override}: expected section.key=value", "e.g. --set budget.trials=8")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except UNPARSABLE as error:
         raise UserError(f"--set {override}: the value is not YAML: {error}") from error
     *sections, last = key.split(".")
     target = values
@@ -463,9 +475,17 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
-        data["source"] = str(folder / Path(data["source"]).expanduser())
+        data["source"] = _resolved(data["source"], folder)
     if isinstance(model, dict) and model.get("workload", "decoder") != "decoder":
-        model["import_path"] = str(folder / Path(model.get("import_path") or ".").expanduser())
+        import_path = model.get("import_path") or "."
+        model["import_path"] = _resolved(import_path, folder) if isinstance(import_path, str) else import_path
+
+
+def _resolved(path: str, folder: Path) -> str:
+    try:
+        return str(folder / Path(path).expanduser())
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"{path}: {error}", "give a whole path") from error
 
 
 def validate(model: type[Job], values: dict[str, Any], where: str) -> Job:
@@ -487,9 +507,12 @@ def validate(model: type[Job], values: dict[str, Any], where: str) -> Job:
 
 
 def _describe(details: ErrorDetails) -> str:
-    keys = [str(part) for part in details["loc"] if not _is_union_branch(part)]
+    *inner, last = details["loc"] or (None,)
+    is_unknown = details["type"] == "extra_forbidden"  # then the last part is the user's own word, whatever it is
+    keys = [str(part) for part in inner if not _is_union_branch(part)]
+    keys += [str(last)] if last is not None and (is_unknown or not _is_union_branch(last)) else []
     path, value = ".".join(keys), details["input"]
-    if details["type"] == "extra_forbidden":
+    if is_unknown:
         if keys[-1] in ABSENT_KNOBS:
             return f"{path}: {ABSENT_KNOBS[keys[-1]]}\n    hint: remove it"
         parent = _section(keys[:-1])

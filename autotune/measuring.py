@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from trials.record import Knobs, Measure, TrialSpec
 
 MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
+
+_NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
 
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
@@ -92,13 +95,19 @@ class Measurer:
         """Takes in the history of the run's earlier life, and the orders that have no row in it.
 
         Returns:
-            A line on each file of the history that could not be read.
+            A line on each file and row that says nothing of this study: unreadable, of another study, hostile.
         """
         rows, skipped = self._history.rows()
         for row in rows:
-            attempt = attempt_from_row(row, self.study.limits)
+            try:
+                attempt = attempt_from_row(row, self.study.limits)
+            except (ValueError, TypeError) as error:
+                skipped.append(f"trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
+                continue
+            if row["study_id"] != self.study.study_id:
+                skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
+                continue
             key = (attempt.stage, attempt.knobs, row["round"])
-            self._next_trial = max(self._next_trial, attempt.trial + 1)
             if attempt.outcome in INFRASTRUCTURE:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
             else:
@@ -107,11 +116,24 @@ class Measurer:
                 self._learn(attempt)
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
-            spec = TrialSpec.from_json(path.read_text())
-            if spec.trial not in recorded and spec.knobs is not None:
-                self._unfinished[spec.stage, spec.knobs, spec.round] = (spec.trial, 0)
-                self._next_trial = max(self._next_trial, spec.trial + 1)
+            try:
+                self._recall_order(path, recorded)
+            except (ValueError, TypeError, KeyError, OSError) as error:
+                skipped.append(f"{path.parent.name}/{path.name}: not an order of fsdp-autotune: {error}")
+        self._next_trial = max(self._numbers_in_use(), default=-1) + 1
         return skipped
+
+    def _recall_order(self, path: Path, recorded: set[int]) -> None:
+        spec = TrialSpec.from_json(path.read_text(encoding="utf-8"))
+        if path.parent.name != f"trial-{spec.trial:04d}":
+            raise ValueError(f"it is of trial {spec.trial}")
+        if spec.trial not in recorded and spec.knobs is not None:
+            self._unfinished[spec.stage, spec.knobs, spec.round] = (spec.trial, 0)
+
+    def _numbers_in_use(self) -> list[int]:
+        """Of trials that have a file, be it one that was skipped: no later trial may overwrite it."""
+        paths = (*self._history.folder.glob("trial-*"), *(self.out / "logs").glob("trial-*"))
+        return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
     def begun(self, stage: str) -> list[Knobs]:
         """Configs of a stage that an earlier life finished, in order, and then those it was interrupted in."""

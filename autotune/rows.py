@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 from autotune.cluster.gang import GangResult
 from autotune.hardware import Peak
@@ -18,6 +18,9 @@ from trials.record import Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
+STAGES = frozenset({"baseline", "explore", "finalist", "round"})
+MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3
+"""More than any study has: numbers beyond were not written by us."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,25 @@ class Attempt:
 
 
 def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
-    """Judges a row of the history against the limits."""
+    """Judges a row of the history, which anybody may have written, against the limits.
+
+    Raises:
+        ValueError, TypeError: values that no attempt has.
+    """
     outcome = Outcome(row["outcome"])
+    if row["stage"] not in STAGES or not (0 <= row["trial"] <= MAX_TRIAL and 0 <= row["attempt"] <= MAX_ATTEMPT):
+        raise ValueError(f"stage {row['stage']!r}, trial {row['trial']}, attempt {row['attempt']}")
+    if not all(isinstance(host, str) for host in row["hosts"]):
+        raise ValueError(f"hosts {row['hosts']}")
+    for name in ("allocated_gib", "reserved_gib", "hardware_flops_per_token", "mfu", "mfu_causal", "hfu"):
+        if row.get(name) is not None and not _is_figure(row[name]):
+            raise ValueError(f"{name} {row[name]}")
     used = row.get("reserved_gib") if limits.device == "cpu" else row.get("allocated_gib")
     over = 0.0
     if outcome is Outcome.OK:
-        assert used is not None
+        rate = row["tokens_per_s_per_rank"]
+        if used is None or not _is_figure(rate) or rate == 0:
+            raise ValueError(f"outcome ok with {used} GiB and {rate} tokens/s")
         over = limits.over_limit(used)
         if row["alloc_retries"] and over <= 0:
             over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
@@ -107,11 +123,15 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         stage=row["stage"],
         knobs=Knobs.from_dict(row["knobs"]),
         outcome=outcome,
-        reason=row["reason"],
+        reason=row["reason"] or "",
         told=Told(outcome, row.get("tokens_per_s_per_rank"), over),
         memory_gib=used,
         row=row,
     )
+
+
+def _is_figure(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value) and value >= 0
 
 
 def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str) -> dict[str, Any]:

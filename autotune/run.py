@@ -14,7 +14,8 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import Listener, Measurer
-from autotune.rows import Attempt
+from autotune.report.text import gib
+from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
@@ -28,6 +29,8 @@ OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIE
 """Of a baseline: the user's model or settings are wrong."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
+STATE_BYTES = 16
+"""Per parameter, sharded over the ranks: weights and gradients in fp32, and AdamW's two moments."""
 OVERHEAD_S = 2.5
 """Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
 
@@ -132,7 +135,7 @@ class Run:
             kind = UserError if attempt.outcome in OF_THE_WORKLOAD else InfrastructureError
             raise kind(
                 f"the baseline failed ({attempt.outcome}): {attempt.reason}",
-                f"nothing else was tried; its output is in {self.out / attempt.row['log_path']}",
+                f"nothing else was tried; its output is in {self.out / 'logs' / f'trial-{attempt.trial:04d}'}",
             )
         if not attempt.is_feasible:
             self.listener.message("  the baseline leaves less memory free than cluster.memory_headroom asks for")
@@ -153,14 +156,16 @@ class Run:
         )
 
     def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
+        states_gib = STATE_BYTES * self.study.model.num_params / self.study.world_size / GIB
         return NothingFitsError(
             f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
-            f"memory: {attempt.reason.splitlines()[0]}",
+            f"memory: {attempt.reason.splitlines()[0]}\n  weights, gradients and the optimizer's states alone take "
+            f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
 
     def _explore(self) -> None:
-        proposals = itertools.chain(self.measurer.begun("explore"), iter(self.search.ask, None))
+        proposals = itertools.chain(self._begun(), iter(self.search.ask, None))
         for number, knobs in enumerate(proposals):
             self._trial(knobs, "explore")
             if number + 1 == self.job.budget.trials:
@@ -169,6 +174,14 @@ class Run:
                 self.listener.message("  budget.minutes is used up: on to the finalists")
                 return
         self.listener.message("  every config worth a trial has been tried")
+
+    def _begun(self) -> list[Knobs]:
+        """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
+        begun = self.measurer.begun("explore")
+        asked = set(self.space.configs()) if begun else set()
+        if not asked.issuperset(begun):
+            self.listener.message("  skipped configs of the history that are not in the space")
+        return [knobs for knobs in begun if knobs in asked]
 
     def _out_of_time(self) -> bool:
         minutes = self.job.budget.minutes

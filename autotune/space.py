@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 
 from autotune.errors import UserError
-from autotune.job import Job
+from autotune.job import Job, divisors
 from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
 
 ORDERED = (
@@ -81,7 +81,7 @@ def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]
             f"batch: a global batch of {global_batch_size} sequences does not divide over {world_size} ranks",
             "change batch.global_batch_size or batch.target_world_size; nothing is rounded",
         )
-    return [(micro, per_rank // micro) for micro in range(1, per_rank + 1) if per_rank % micro == 0]
+    return [(micro, per_rank // micro) for micro in divisors(per_rank)]
 
 
 class SearchSpace:

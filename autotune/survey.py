@@ -6,15 +6,16 @@ import uuid
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import TypeAdapter
 
 from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, UserError
 from autotune.hardware import Peak, peak_for
-from autotune.job import Job
+from autotune.job import UNPARSABLE, Job
 from autotune.measuring import make_spec
 from autotune.report.text import gib
 from autotune.rows import Limits, ModelFacts, Study
@@ -23,6 +24,8 @@ from trials.files import write_whole
 from trials.outcome import Outcome
 
 FILE_NAME = "study.yaml"
+T = TypeVar("T")
+_SURVEYED = ("num_blocks", "block_mib", "cpus_allowed")
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         survey = _from_content(job, runner, content)
         space_hash, world_size = content["space_hash"], content["world_size"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        candidates = dict(content["candidates"])
+    except UserError:
+        raise  # the job's own
+    except (*UNPARSABLE, KeyError, TypeError, OSError) as error:
         raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "start anew without --resume") from error
     if survey.space.hash != space_hash:
-        now, then = survey.space.candidates, content["candidates"]
+        now, then = survey.space.candidates, candidates
         different = [
             f"{name}: {then.get(name)} -> {list(now[name])}" for name in now if list(now[name]) != then.get(name)
         ]
@@ -140,19 +146,25 @@ def _content(job: Job, result: GangResult) -> dict[str, Any]:
 
 
 def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
+    """Raises ValueError, KeyError or TypeError for a content that `_content` has not made."""
     found = content["model"]
-    facts = Facts(
-        runner.device, found["num_blocks"], tuple(found["block_mib"]), found["cpus_allowed"], runner.world_size
-    )
+    measured_on = {"device": runner.device, "world_size": runner.world_size}
+    facts = _typed(Facts, measured_on | {name: found[name] for name in _SURVEYED})
     space = SearchSpace(job, facts)
-    limits_gib = [gib for gib in (job.cluster.memory_limit_gib, found.get("device_memory_gib")) if gib is not None]
+    device_memory_gib = found.get("device_memory_gib")
+    limits_gib = [_typed(float, gib) for gib in (job.cluster.memory_limit_gib, device_memory_gib) if gib is not None]
     study = Study(
-        study_id=content["study_id"],
+        study_id=_typed(str, content["study_id"]),
         job=job,
-        model=ModelFacts(**{name: found[name] for name in ModelFacts.__dataclass_fields__}),
-        peak=Peak(**content["peak"]),
+        model=_typed(ModelFacts, {name: found[name] for name in ModelFacts.__dataclass_fields__}),
+        peak=_typed(Peak, content["peak"]),
         limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
         space_hash=space.hash,
         world_size=runner.world_size,
     )
-    return Survey(study, space, content["device_name"], found["num_blocks"])
+    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks)
+
+
+def _typed(kind: type[T], value: object) -> T:
+    checked: T = TypeAdapter(kind).validate_python(value)
+    return checked

@@ -3,6 +3,12 @@
 A failure is classified on the rank by exception type, then by the message's own form, then (for a rank that left
 no report) by exit code; never by searching a log. Over the gang an out-of-memory is the cause whatever the peers
 say, since a peer only sees the connection close.
+
+What cannot be told for sure is `crashed`: that rules out one config, a false out-of-memory all that take more. So
+* a SIGKILL is out of memory only if the kernel's OOM killer has struck on that node meanwhile;
+* a SIGABRT without a report is not, although C++ code and OpenMP abort at a memory limit, too: the words they leave
+  are in a log, and gloo aborts likewise for other reasons;
+* "can't start new thread" is not: the kernel answers so for a limit on processes as for one on memory.
 """
 
 from __future__ import annotations
@@ -53,8 +59,8 @@ _DEVICE_ALLOCATOR = re.compile(
     r"(CUDA out of memory\. Tried"
     r"|HIP out of memory\. Tried"
     r"|(CUDA|HIP)( driver)? error: out of memory"
-    r"|CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
-    r"|NCCL [\s\S]*Cuda failure 2 'out of memory')"
+    r"|(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
+    r"|NCCL [\s\S]*(Cuda|HIP) failure (2 )?'out of memory')"
 )
 _HOST_ALLOCATOR = re.compile(
     r"(\[enforce fail at [^\]]*\] [\s\S]{0,80}DefaultCPUAllocator: (can't allocate memory|not enough memory)"
@@ -62,6 +68,8 @@ _HOST_ALLOCATOR = re.compile(
     r"|std::bad_alloc\s*$"
     r"|could not create a memory object)"
 )
+_IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\n")
+_WORKER_DIED = re.compile(r"DataLoader worker \(pid\S* [^)]*\) (is killed by signal: Killed|exited unexpectedly)")
 _CONNECTION = re.compile(
     r"(Connection (reset|closed|refused)|Broken pipe|\[[^\]]*gloo[^\]]*\][\s\S]*(closed by peer|reset by peer|timed out"
     r"|Timed out)|NCCL communicator was aborted|Socket Timeout)",
@@ -72,11 +80,16 @@ _CONNECTION = re.compile(
 def classify_exception(error: BaseException, device: str) -> Outcome:
     """The outcome that `error`, or what it was raised from, stands for on a rank of `device` (`cpu` or `cuda`).
 
-    On `cpu` the memory limit plays the part of the device's memory, so a failed host allocation is `oom_device`.
+    On `cpu` the memory limit plays the part of the device's memory, so a failed host allocation is `oom_device`; but
+    a DataLoader worker's memory is the host's everywhere.
     """
-    host = Outcome.OOM_DEVICE if device == "cpu" else Outcome.OOM_HOST
     seen: BaseException | None = error
     while seen is not None:
+        message = str(seen)
+        worker = _IN_A_WORKER.match(message)
+        if worker:  # torch raises the worker's error again, with the worker's traceback for a message
+            message = message.rpartition(f"\n{worker[1]}: ")[2]
+        host = Outcome.OOM_DEVICE if device == "cpu" and not worker else Outcome.OOM_HOST
         if isinstance(seen, TrialError):
             return seen.outcome
         if type(seen).__name__ == "OutOfMemoryError":
@@ -84,7 +97,6 @@ def classify_exception(error: BaseException, device: str) -> Outcome:
         if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
             return host
         if isinstance(seen, RuntimeError):
-            message = str(seen)
             if _DEVICE_ALLOCATOR.match(message):
                 return Outcome.OOM_DEVICE
             if _HOST_ALLOCATOR.match(message):
@@ -115,6 +127,8 @@ class RankEnd:
     """Seconds after the start of the gang."""
     state: str = ""
     """Of a rank that was still running: sleeping, running, stopped, ... as the kernel says."""
+    oom_kills: int = 0
+    """Processes of the rank's node that the kernel's OOM killer has ended while the gang ran."""
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -143,6 +157,10 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
         if end.outcome in OUT_OF_MEMORY:
             return end.outcome, end.reason, end.rank
     for end in failed:
+        killed = _killed_for_memory(end)
+        if killed:
+            return Outcome.OOM_HOST, f"the kernel's OOM killer ended {killed}: host memory", end.rank
+    for end in failed:
         if end.outcome not in (None, Outcome.OK, Outcome.CRASHED):
             return end.outcome, end.reason, end.rank
     own = [end for end in failed if end.exit_code is not None and not _is_echo(end)]
@@ -156,6 +174,15 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
         reason = cause.reason or f"rank {cause.rank} {describe_exit(cause.exit_code)} and left no report"
         return Outcome.CRASHED, reason, cause.rank
     return Outcome.OK, "", None
+
+
+def _killed_for_memory(end: RankEnd) -> str:
+    """What of a rank the kernel's OOM killer ended; empty if nothing."""
+    if end.oom_kills and end.outcome is None and end.exit_code == -signal.SIGKILL:
+        return f"rank {end.rank}"
+    if end.oom_kills and _WORKER_DIED.search(end.reason):
+        return f"a DataLoader worker of rank {end.rank}"
+    return ""
 
 
 def _is_echo(end: RankEnd) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -90,7 +91,8 @@ def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[s
         workload = factory(**arguments)
     except Exception as error:
         raise TrialError(
-            Outcome.INVALID, f"model.workload = {name!r} failed: {type(error).__name__}: {error}"
+            Outcome.INVALID,
+            f"model.workload = {name!r} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}",
         ) from error
     missing = [member for member in _members() if not hasattr(workload, member)]
     if missing:

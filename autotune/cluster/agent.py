@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.cluster.oom_killer import oom_kills
 from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups, process_state
 
 LOG_KEEP_BYTES = 1024 * 1024
@@ -40,6 +41,8 @@ class NodeRecord:
     """What each rank that had to be killed was doing, as the kernel says: sleeping, stopped, ..."""
     leftover_pids: list[int] = field(default_factory=list)
     """Processes that could not be ended."""
+    oom_kills: int = 0
+    """Processes that the kernel's OOM killer has ended here while the gang ran."""
 
 
 class NodeAgent:
@@ -62,6 +65,7 @@ class NodeAgent:
         self._logs: dict[int, Path] = {}
         self._remote_log: set[int] = set()
         self._started = 0.0
+        self._oom_kills_before = 0
 
     def describe(self) -> dict[str, str]:
         """Host name and the address that other nodes reach it by."""
@@ -84,6 +88,7 @@ class NodeAgent:
         assert not self._pids, "the slot still holds a gang"
         self._exits, self._logs, self._remote_log = {}, {}, set()
         self._started = time.monotonic()
+        self._oom_kills_before = oom_kills()
         for local_rank, rank in enumerate(ranks):
             shared = Path(log_dir)
             folder = shared if shared.is_dir() else self._scratch
@@ -111,7 +116,7 @@ class NodeAgent:
             rank: self._exits.get(rank, (None, ended_s)) for rank in self._pids
         }
         self._launcher.ended(0.0)  # the ranks just killed
-        record = NodeRecord(exits, {}, {}, states, leftover)
+        record = NodeRecord(exits, {}, {}, states, leftover, oom_kills() - self._oom_kills_before)
         for rank in self._pids:
             path = self._report_path(rank)
             if path.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.cluster.agent import NodeRecord, NodeStatus
@@ -139,7 +139,7 @@ def _conclude(
             report = RankReport.from_json(record.reports[rank]) if rank in record.reports else None
             if report is not None:
                 reports[rank] = report
-            ends.append(_rank_end(rank, exit_code, ended_s, report, record.states.get(rank, "")))
+            ends.append(_rank_end(rank, exit_code, ended_s, report, record))
     outcome, reason, failed_rank = combine(ends, timed_out, timeout_s)
     leftover = [pid for record in records for pid in record.leftover_pids]
     if leftover:
@@ -149,7 +149,10 @@ def _conclude(
     return GangResult(outcome, reason, failed_rank, reports, hosts, started_at, time.time(), leftover, detected_s)
 
 
-def _rank_end(rank: int, exit_code: int | None, ended_s: float, report: RankReport | None, state: str) -> RankEnd:
+def _rank_end(
+    rank: int, exit_code: int | None, ended_s: float, report: RankReport | None, record: NodeRecord
+) -> RankEnd:
+    end = RankEnd(rank, exit_code, ended_s=ended_s, state=record.states.get(rank, ""), oom_kills=record.oom_kills)
     if report is None:
-        return RankEnd(rank, exit_code, ended_s=ended_s, state=state)
-    return RankEnd(rank, exit_code, Outcome(report.outcome), report.reason, report.error_type, ended_s, state)
+        return end
+    return replace(end, outcome=Outcome(report.outcome), reason=report.reason, error_type=report.error_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 SHORT_NAMES = {
@@ -35,6 +36,15 @@ _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 def printable(text: str) -> str:
     """`text` without what would steer a terminal; line breaks stay."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def json_safe(content: Any) -> Any:
+    """`content` with null where JSON has no number: NaN and the infinities."""
+    if isinstance(content, dict):
+        return {key: json_safe(inner) for key, inner in content.items()}
+    if isinstance(content, list):
+        return [json_safe(inner) for inner in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def value(thing: Any) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,21 @@ from tests.cluster.conftest import CONFIG, rank_processes, write_job
 AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
 
 
-def autotune(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([AUTOTUNE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+SECRET = f"hf_{uuid.uuid4().hex}"
+
+
+def autotune(
+    *arguments: str, cwd: Path, timeout_s: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [AUTOTUNE, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("trials/__init__.py", "trials/entry.py", "autotune.py", "data.py", "models.py", "search_spaces.py"):
         (folder / name).write_text("raise ImportError('the wrong module was imported')\n")
     write_job(folder)
-    done = autotune("run", "job.yaml", cwd=folder)
+    done = autotune("run", "job.yaml", cwd=folder, HF_TOKEN=SECRET)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     (folder / "stdout.txt").write_text(done.stdout)
@@ -134,6 +149,45 @@ def test_show_and_export_read_the_run(finished: Path) -> None:
         assert sorted(path.name for path in (finished / target).iterdir()) == files
 
 
+def test_no_secret_of_the_environment_is_recorded(finished: Path) -> None:
+    files = [path for path in (finished / "run").rglob("*") if path.is_file()]
+    assert finished / "run" / "logs" / "ray.log" in files
+    for path in files:
+        assert SECRET.encode() not in path.read_bytes(), path
+    assert SECRET not in str(rows(finished)), "Parquet is compressed"
+    assert SECRET not in (finished / "stdout.txt").read_text()
+
+
+def test_a_folder_with_hostile_files_is_resumed_without_them(finished: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(finished, work)
+    measured, history = rows(work), History(work / "run" / "history")
+    hostile = measured[1] | {"reason": "\x1b]0;owned\x07", "log_path": "../../../owned"}
+    history.append(hostile | {"trial": 70, "outcome": "owned\x1b[31m"})
+    swamp = measured[1]["knobs"] | {"num_workers": 100_000}
+    history.append(hostile | {"trial": 71, "outcome": "interrupted", "knobs": swamp})
+    (history.folder / "trial-0072-attempt-0.parquet").write_bytes(b"torn")
+    order = work / "run" / "logs" / "trial-0073" / "spec.json"
+    order.parent.mkdir()
+    order.write_text((work / "run" / "logs" / "trial-0001" / "spec.json").read_text()[:300])
+    done = autotune("run", "run/job.yaml", "--resume", cwd=work)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    for line in (
+        "skipped trial-0072-attempt-0.parquet: unreadable",
+        "skipped trial 70: not an attempt of fsdp-autotune",
+        "skipped trial-0073/spec.json: not an order of fsdp-autotune",
+        "skipped configs of the history that are not in the space",
+    ):
+        assert line in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+    found, _ = history.rows()
+    assert [row for row in found if row["trial"] < 70] == measured, "nothing measured is lost, nothing is run again"
+    assert [row["trial"] for row in found if row["trial"] >= 70] == [70, 71], "nothing that is not asked for is run"
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
 def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path: Path) -> None:
     write_job(
         tmp_path,
@@ -143,6 +197,8 @@ def test_a_limit_in_which_nothing_fits_exits_3_and_says_what_it_needed(tmp_path:
     done = autotune("run", "job.yaml", cwd=tmp_path)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "even the config that takes least ran out of memory" in done.stderr
+    assert "you tried to allocate" in done.stderr
+    assert "states alone take about 24 MiB per rank" in done.stderr
     assert "raise the limit" in done.stderr
     assert {row["outcome"] for row in rows(tmp_path)} == {"oom_device"}
 

@@ -64,6 +64,11 @@ TROUBLED = """
         def killed(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
+        def eats_memory(self):
+            kept = []
+            while True:
+                kept.append(torch.ones(2**22))  # 16 MiB, every page of it written
+
         def stopped(self):
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from autotune.folder import prepare_folder
 from autotune.history import History
+from autotune.job import load_job
 from tests.cluster.conftest import write_job
 from tests.cluster.test_run import autotune
 
@@ -39,6 +41,23 @@ def test_a_full_disk_ends_the_run_with_its_name_and_what_was_measured_stays(smal
     rows, skipped = History(out / "history").rows()
     assert len(rows) >= 1
     assert skipped == [], "no file is left half written"
+
+
+@pytest.mark.parametrize("name", ["run", "."])
+def test_a_read_only_folder_is_told_at_once_and_what_is_in_it_stays(
+    small_disk: Path, tmp_path: Path, name: str
+) -> None:
+    write_job(tmp_path)
+    job, out = load_job(str(tmp_path / "job.yaml")), small_disk / name
+    prepare_folder(out, job)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for flags in ([], ["--resume"]):
+        done = autotune("run", "job.yaml", "--output", str(out), *flags, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Read-only file system" in done.stderr
+        assert "give a folder you can write to" in done.stderr
+    assert load_job(str(out / "job.yaml")) == job
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import yaml
 from autotune.history import History
 from tests.cluster.conftest import rank_processes, write_job
 from tests.cluster.test_run import AUTOTUNE, autotune
+from tests.faults.test_gang_faults import agents
 
 MEASURE = {"warmup_steps": 2, "min_steps": 3, "max_steps": 6, "rounds": 3, "num_finalists": 2}
 TRIALS = 6
@@ -53,6 +55,24 @@ def identity(row: dict[str, Any]) -> str:
     return json.dumps([row["stage"], row["round"], row["knobs"]], sort_keys=True)
 
 
+def assert_it_goes_on(folder: Path, trials: int, *flags: str) -> None:
+    """The run that was cut short in `folder` goes on to its end; nothing it measured is lost, changed or repeated."""
+    finished = rows(folder)
+    done = autotune("run", "job.yaml", *flags, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    all_rows = rows(folder)
+    assert all_rows[: len(finished)] == finished, "nothing measured is lost or changed"
+    ended = [row for row in all_rows if row["outcome"] != "interrupted"]
+    once = [identity(row) for row in ended if row["stage"] != "round"]
+    assert len(once) == len(set(once)), "nothing finished is run again"
+    assert sum(row["stage"] == "explore" for row in ended) == trials
+    assert len({row["study_id"] for row in all_rows}) == 1
+    assert len({row["peak_tflops_per_s"] for row in all_rows}) == 1
+    numbers = [row["trial"] for row in ended]
+    assert len(numbers) == len(set(numbers))
+    assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["complete"] is True
+
+
 @pytest.mark.parametrize("after", [1, 4, 9])
 def test_a_killed_driver_resumes_to_the_end_and_repeats_nothing(tmp_path: Path, after: int) -> None:
     before = rank_processes()
@@ -63,20 +83,70 @@ def test_a_killed_driver_resumes_to_the_end_and_repeats_nothing(tmp_path: Path, 
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     print(f"ranks gone {wait_until_gone(before):.1f} s after the driver's SIGKILL")
-    finished = rows(tmp_path)
+    assert_it_goes_on(tmp_path, TRIALS, "--resume")
 
-    done = autotune("run", "job.yaml", "--resume", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    all_rows = rows(tmp_path)
-    assert all_rows[: len(finished)] == finished, "nothing measured is lost or changed"
-    once = [identity(row) for row in all_rows if row["stage"] != "round"]
-    assert len(once) == len(set(once)), "nothing finished is run again"
-    assert sum(row["stage"] == "explore" for row in all_rows) == TRIALS
-    assert len({row["study_id"] for row in all_rows}) == 1
-    assert len({row["peak_tflops_per_s"] for row in all_rows}) == 1
-    numbers = [row["trial"] for row in all_rows]
-    assert len(numbers) == len(set(numbers))
-    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["complete"] is True
+
+SHORT = {
+    "batch": {"global_batch_size": 4, "target_world_size": 1},
+    "cluster": {"ranks_per_node": 1, "device": "cpu", "peak_tflops_per_s": 1.0},
+    "space": {"activation_checkpointing": ["none", "full"]},
+    "budget": {"trials": 1},
+    "measure": {"warmup_steps": 1, "min_steps": 2, "max_steps": 2, "rounds": 3, "num_finalists": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def usual_s(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """How long the short run takes when nobody disturbs it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_job(folder, **SHORT)
+    started = time.monotonic()
+    assert autotune("run", "job.yaml", cwd=folder).returncode == 0
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("fifth", range(5))
+def test_a_driver_killed_at_a_random_moment_resumes_to_the_end(tmp_path: Path, usual_s: float, fifth: int) -> None:
+    before = rank_processes()
+    write_job(tmp_path, **SHORT)
+    # One moment in each fifth of a run: start-up and survey are moments like others.
+    moment_s = 0.5 + (usual_s - 0.5) * (fifth + random.Random(fifth).random()) / 5
+    process = start(tmp_path)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(moment_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    wait_until_gone(before)
+    begun = (tmp_path / "run" / "job.yaml").exists()
+    print(f"killed after {moment_s:.1f} s of about {usual_s:.1f} s, with {len(rows(tmp_path))} attempts in the history")
+    # Before it has a folder there is nothing to resume: it is started.
+    assert_it_goes_on(tmp_path, 1, *(["--resume"] if begun else []))
+
+
+def test_a_second_sigterm_leaves_at_once_and_leaves_no_ranks(tmp_path: Path) -> None:
+    before, known = rank_processes(), agents()
+    write_job(tmp_path, budget={"trials": TRIALS}, measure=MEASURE, space="default")
+    process = start(tmp_path)
+    wait_for(tmp_path, 2)
+    (agent,) = agents() - known
+    os.kill(agent, signal.SIGSTOP)  # so that to end in order takes long
+    try:
+        sent = 0
+        while process.poll() is None:
+            assert sent < 60, "still there after 60 signals in a minute"
+            process.send_signal(signal.SIGTERM)
+            sent += 1
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGCONT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert sent >= 2
+    assert "the ranks are gone" not in errors, "it did not wait for the end in order"
+    print(f"ranks gone {wait_until_gone(before):.1f} s after signal {sent}")
+    assert_it_goes_on(tmp_path, TRIALS, "--resume")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
