@@ -246,7 +246,7 @@ class Measurer:
             raise InfrastructureError(
                 f"{why} {MAX_RETRIES + 1} times: {attempt.reason}", "the history holds all that was measured"
             )
-        self.listener.message(f"  {why}, and is tried again: {attempt.reason.splitlines()[0]}")
+        self.listener.message(f"  {why}, and is tried again: {attempt.reason.splitlines()[0][:120]}")
         self._again.append((replace(spec, attempt=spec.attempt + 1), flight.last_attempt))
 
     def _record_interrupted(self) -> None:

@@ -114,7 +114,9 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise InfrastructureError(
             f"Ray did not start (cluster.address = {address!r}): {error}",
-            "is another cluster running, or the address wrong? `ray status` shows what there is",
+            "the cluster asks for its token: set RAY_AUTH_MODE=token"
+            if "authentication" in str(error.__cause__)
+            else "is another cluster running, or the address wrong? `ray status` shows what there is",
         ) from error
     try:
         yield
@@ -213,7 +215,7 @@ def _start_agents(demand: Demand, group: Any, reserved: dict[str, float]) -> tup
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise InfrastructureError(
             f"a node's agent did not start: {error}",
-            "every node needs the same environment, with fsdp-autotune installed in it",
+            "every node needs the same environment, with fsdp-autotune installed in it, and the same RAY_AUTH_MODE",
         ) from error
     return tuple(NodeHandle(agent, fact) for agent, fact in zip(agents, facts, strict=True))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import shutil
 import tempfile
 import time
@@ -18,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+from ray._private.authentication.authentication_token_setup import (
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+)
 from ray.cluster_utils import Cluster
 
 from autotune.cluster.runner import SlotRunner
@@ -31,22 +35,24 @@ _session: list[Any] = []
 def raylets(*nodes: dict[str, Any]) -> Iterator[Cluster]:
     """A cluster with a raylet for each of `nodes` (arguments of `ray start`), the first its head.
 
-    In a temporary folder of its own, so that no other Ray of this machine takes it for `auto`.
+    With tokens, as `ray start` has them where a token exists; and in a temporary folder of its own. What is started
+    meanwhile finds it as `auto`.
     """
-    temporary, before = tempfile.mkdtemp(prefix="ray-", dir="/tmp"), os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = temporary
-    cluster = Cluster(shutdown_at_exit=False)
-    try:
-        for node in nodes:
-            cluster.add_node(**node)
-        yield cluster
-    finally:
-        cluster.shutdown()
-        if before is None:
-            del os.environ["RAY_TMPDIR"]
-        else:
-            os.environ["RAY_TMPDIR"] = before
-        shutil.rmtree(temporary, ignore_errors=True)
+    enable_token_auth_by_default()
+    ensure_token_if_auth_enabled(None, create_token_if_missing=True)
+    temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", temporary)
+        cluster = Cluster(shutdown_at_exit=False)
+        try:
+            for node in nodes:
+                cluster.add_node(**node)
+            # Else `auto` may be another Ray that happens to run on this machine.
+            environment.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
