@@ -118,6 +118,8 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
             if "authentication" in str(error.__cause__)
             else "is another cluster running, or the address wrong? `ray status` shows what there is",
         ) from error
+    # A node's death would cover the screen with a dump of its state, for which Ray has no public switch.
+    ray._private.worker._worker_logs_enabled = False
     try:
         yield
     finally:

@@ -165,6 +165,7 @@ def test_a_study_that_loses_a_node_while_it_explores_ends_with_a_right_best(
     print(output, errors)
     assert process.returncode == 0
     assert afterwards in output
+    assert "state-dump" not in output, "Ray's own words on a dead node are not the user's"
 
     rows = rows_of(tmp_path)
     lost = [row for row in rows if row["outcome"] == "node_lost"]
