@@ -43,7 +43,7 @@ def raylets(*nodes: dict[str, Any]) -> Iterator[Cluster]:
     temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TMPDIR", temporary)
-        cluster = Cluster(shutdown_at_exit=False)
+        cluster = Cluster()
         try:
             for node in nodes:
                 cluster.add_node(**node)

@@ -116,14 +116,15 @@ def test_a_lost_node_is_told_and_the_next_trial_runs_on_what_is_left(
     assert submit(in_use, SETTLE_S).result() == {}
 
 
-MEASURE = {"warmup_steps": 2, "min_steps": 20, "max_steps": 40, "rounds": 3, "num_finalists": 2}
+MEASURE = {"warmup_steps": 2, "min_steps": 8, "max_steps": 12, "rounds": 3, "num_finalists": 1}
+TRIALS = 6
 
 
 def start_run(folder: Path, **cluster: Any) -> subprocess.Popen[str]:
     write_job(
         folder,
         cluster={"device": "cpu", "ranks_per_node": 1, "address": "auto", **cluster},
-        budget={"trials": 8},
+        budget={"trials": TRIALS},
         measure=MEASURE,
         space="default",
     )
@@ -173,8 +174,8 @@ def test_a_study_that_loses_a_node_while_it_explores_ends_with_a_right_best(
     (retried,) = [row for row in rows if row["trial"] == lost[0]["trial"] and row["attempt"] == lost[0]["attempt"] + 1]
     assert (retried["knobs"], retried["outcome"]) == (lost[0]["knobs"], "ok")
     explored = [row for row in rows if row["stage"] == "explore" and row["outcome"] != "node_lost"]
-    assert len(explored) == 8
-    assert len({identity(row) for row in explored}) == 8, "no config twice"
+    assert len(explored) == TRIALS
+    assert len({identity(row) for row in explored}) == TRIALS, "no config twice"
 
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["complete"] is True
@@ -218,7 +219,7 @@ def test_a_signal_with_several_trials_under_way_records_them_and_resumes(
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path)
     explored = [identity(row) for row in rows if row["stage"] == "explore" and row["outcome"] != "interrupted"]
-    assert len(explored) == len(set(explored)) == 8
+    assert len(explored) == len(set(explored)) == TRIALS
     assert {identity(row) for row in interrupted} <= set(explored)
     assert submit(in_use, SETTLE_S).result() == {}
 
