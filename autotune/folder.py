@@ -58,8 +58,8 @@ def prepare_folder(out: Path, job: Job) -> Path | None:
     return moved
 
 
-MAY_CHANGE = frozenset({"budget", "output"})
-"""Sections that a resumed run may have otherwise: they decide how long it goes on, not what it measures."""
+MAY_CHANGE = frozenset({"budget", "output", "cluster.parallel_trials"})
+"""Sections and keys that a resumed run may have otherwise: they decide how long it takes, not what it measures."""
 
 
 def check_resumable(out: Path, job: Job) -> None:
@@ -75,7 +75,7 @@ def check_resumable(out: Path, job: Job) -> None:
     different = [
         f"  {key}: was {then.get(key, 'absent')!r}, now {now.get(key, 'absent')!r}"
         for key in sorted(then.keys() | now.keys())
-        if key.partition(".")[0] not in MAY_CHANGE and then.get(key) != now.get(key)
+        if not MAY_CHANGE & {key, key.partition(".")[0]} and then.get(key) != now.get(key)
     ]
     if different:
         raise UserError(

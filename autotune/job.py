@@ -6,6 +6,7 @@ import dataclasses
 import importlib.resources
 import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -135,9 +136,16 @@ class Training(Section):
 
 class Cluster(Section):
     address: str = "local"
-    """`local` starts Ray on this machine."""
+    """`local` starts Ray on this machine; `auto` or HOST:PORT joins a running cluster, from one of its nodes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    nodes_per_trial: Positive = 1
+    """Nodes that each trial runs on; they are reserved whole for the length of the study."""
     ranks_per_node: Positive
+    """Ranks on each node; fewer than its devices is allowed. World size = nodes_per_trial x ranks_per_node."""
+    parallel_trials: Positive = 1
+    """Trials that run at once while exploring, each on nodes of its own; what is compared runs alone, on one slot."""
+    labels: dict[str, str] = {}
+    """Ray node labels, name to value, that each of a trial's nodes must carry (`ray start --labels`)."""
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
     """Per rank. On CUDA the caching allocator's cap (default: all memory); on CPU the data segment's growth."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
@@ -147,10 +155,45 @@ class Cluster(Section):
     peak_tflops_per_s: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one rank in the training dtype; default: the device table, on CPU a probe."""
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of one trial."""
+        return self.nodes_per_trial * self.ranks_per_node
+
     @model_validator(mode="after")
     def _cpu_launcher(self) -> Self:
         if self.launcher == "fork" and self.device == "cuda":
             raise ValueError("launcher fork is for CPU ranks: a fork cannot carry CUDA")
+        return self
+
+    @model_validator(mode="after")
+    def _address_form(self) -> Self:
+        if self.address not in ("local", "auto") and not re.fullmatch(r"[^\s:/]+:\d{1,5}", self.address):
+            raise ValueError(
+                f"address = {self.address!r}: expected local, auto or HOST:PORT of the cluster's head "
+                "(`ray start` and `ray status` show it); autotune runs on a node of the cluster, not through ray://"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_machine_is_one_node(self) -> Self:
+        if self.address != "local":
+            return self
+        if self.nodes_per_trial > 1:
+            raise ValueError(
+                f"nodes_per_trial = {self.nodes_per_trial} with address = local: one machine is one node; start Ray on "
+                "every node (`ray start`) and give address: auto, or raise ranks_per_node instead"
+            )
+        if self.parallel_trials > 1:
+            raise ValueError(
+                f"parallel_trials = {self.parallel_trials} with address = local: trials that share a machine slow each "
+                "other down, and their times say nothing; start Ray on every node and give address: auto"
+            )
+        if self.labels:
+            raise ValueError(
+                f"labels = {self.labels} with address = local: a Ray that is started here has no labelled nodes; "
+                "remove labels, or give the address of a running cluster"
+            )
         return self
 
 

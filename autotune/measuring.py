@@ -1,10 +1,10 @@
-"""Measures configs one by one, records each attempt before anything else happens, and repeats nothing finished."""
+"""Measures configs, records each attempt before anything else happens with it, and repeats nothing finished."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,8 @@ MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
+SIDE_BY_SIDE = "explore"
+"""The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
 
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
@@ -68,6 +70,20 @@ def make_spec(
     )
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """An attempt that is under way."""
+
+    spec: TrialSpec
+    last_attempt: int
+    """After which an outcome that says nothing about the config ends the run."""
+    folder: Path
+    began: float
+    """By the measurer's clock."""
+    began_at: float
+    """Seconds since the epoch."""
+
+
 @dataclass
 class Measurer:
     """Runs trials for one study. What an earlier life of the run has finished is answered from the history."""
@@ -78,11 +94,16 @@ class Measurer:
     listener: Listener
     clock: Callable[[], float] = time.monotonic
     mean_trial_s: float | None = None
-    trials_left: int = 0
+    turns_left: float = 0.0
+    """Trials still to come; of those that run side by side, each counts as its share of one."""
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
     _next_trial: int = 0
+    _flights: dict[int, _Flight] = field(default_factory=dict)
+    """By trial number."""
+    _again: list[tuple[TrialSpec, int]] = field(default_factory=list)
+    """Attempts to be made once a slot is free, with the last that the trial may have."""
     _hardware_flops: dict[str, float] = field(default_factory=dict)
     """By checkpointing mode."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
@@ -147,7 +168,7 @@ class Measurer:
         return (stage, knobs, round_number) in self._finished
 
     def measure(self, knobs: Knobs, stage: str, round_number: int | None = None, anew: bool = False) -> Attempt:
-        """Measures a config; tries again what says nothing about it.
+        """Measures one config, with nothing beside it; tries again what says nothing about it.
 
         Args:
             anew: measure even if an earlier life of the run has (half a pair is no pair).
@@ -155,36 +176,61 @@ class Measurer:
         Raises:
             InfrastructureError: it failed for reasons that are not the config's, every time.
         """
-        key = (stage, knobs, round_number)
-        if key in self._finished and not anew:
-            self.trials_left -= 1
-            return self._finished[key]
+        ended: list[Attempt] = []
+        self._measure(iter([(stage, knobs, round_number)]), ended.append, anew)
+        return ended[0]
+
+    def measure_side_by_side(self, proposals: Iterator[Knobs], stage: str, take_in: Callable[[Attempt], None]) -> None:
+        """Measures configs on all slots of the runner, one a slot.
+
+        Args:
+            proposals: the next one is asked for when a slot is free for it.
+            take_in: called with each attempt as it ends, before anything else is asked for.
+
+        Raises:
+            InfrastructureError: a trial failed for reasons that are not the config's, every time; no slot is left.
+        """
+        self._measure(((stage, knobs, None) for knobs in proposals), take_in, anew=False)
+
+    def _measure(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+        try:
+            while True:
+                self._start_what_can(keys, take_in, anew)
+                if not self._flights:
+                    return
+                attempt = self._land()
+                if attempt is not None:
+                    take_in(attempt)
+        except BaseException:
+            self._record_interrupted()
+            raise
+
+    def _start_what_can(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+        """Starts trials as long as a slot is free: first those that are tried again, then what comes next."""
+        num_slots = self.runner.num_slots
+        while self.runner.is_free():
+            if self._again:
+                self._start(*self._again.pop(0))
+                continue
+            key = next(keys, None)
+            if key is None:
+                break
+            if key in self._finished and not anew:
+                self._count_turn(key[0])
+                take_in(self._finished[key])
+            else:
+                self._start(*self._order(key))
+        if self.runner.num_slots < num_slots:
+            self.listener.message(f"  no nodes are left for more: {self.runner.num_slots} at once from here on")
+
+    def _order(self, key: Key) -> tuple[TrialSpec, int]:
+        stage, knobs, round_number = key
         trial, first = self._unfinished.pop(key, (self._next_trial, 0))
         self._next_trial = max(self._next_trial, trial + 1)
         spec = make_spec(self.study.job, self.runner, knobs, stage, trial, round_number)
-        for number in range(first, first + MAX_RETRIES + 1):
-            attempt = self._attempt(replace(spec, attempt=number))
-            if attempt.outcome not in INFRASTRUCTURE:
-                break
-        self.trials_left -= 1
-        if attempt.outcome in INFRASTRUCTURE:
-            raise InfrastructureError(
-                f"trial {trial} ended in {attempt.outcome} {MAX_RETRIES + 1} times: {attempt.reason}",
-                "the history holds all that was measured",
-            )
-        self._finished[key] = attempt
-        self._learn(attempt)
-        return attempt
+        return replace(spec, attempt=first), first + MAX_RETRIES
 
-    @property
-    def num_finished(self) -> int:
-        return len(self._finished)
-
-    def remaining_s(self) -> float | None:
-        """Estimate for the trials that are left, from those that have ended."""
-        return None if self.mean_trial_s is None else self.mean_trial_s * max(self.trials_left, 0)
-
-    def _attempt(self, spec: TrialSpec) -> Attempt:
+    def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
         assert knobs is not None
         spec = replace(
@@ -196,26 +242,61 @@ class Measurer:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "spec.json", spec.to_json())
         self.listener.trial_started(spec, self.remaining_s())
-        began, wall_began = self.clock(), time.time()
-        try:
-            result = self.runner.run(spec, folder, self._timeout_s(knobs))
-        except KeyboardInterrupt:
-            result = GangResult(Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], wall_began, time.time())
-            self._record(spec, result, folder)
-            raise
-        self._note_time(self.clock() - began)
+        self._flights[spec.trial] = _Flight(spec, last_attempt, folder, self.clock(), time.time())
+        self.runner.start(spec, folder, self._timeout_s(knobs))
+
+    def _land(self) -> Attempt | None:
+        """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
+        spec, result = self.runner.next_ended()
+        flight = self._flights.pop(spec.trial)
+        self._note_time(self.clock() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
-        return self._record(spec, result, folder)
+        attempt = self._record(flight, result)
+        if attempt.outcome in INFRASTRUCTURE:
+            self._try_again(flight, attempt)
+            return None
+        self._count_turn(spec.stage)
+        self._finished[spec.stage, attempt.knobs, spec.round] = attempt
+        self._learn(attempt)
+        return attempt
 
     def _timeout_s(self, knobs: Knobs) -> float:
         measure = self.study.job.measure
         return measure.trial_timeout_s + (measure.compile_timeout_s if knobs.compile else 0.0)
 
-    def _record(self, spec: TrialSpec, result: GangResult, folder: Path) -> Attempt:
-        row = history_row(spec, result, self.study, str(folder.relative_to(self.out)))
+    def _try_again(self, flight: _Flight, attempt: Attempt) -> None:
+        spec, why = flight.spec, f"trial {attempt.trial} ended in {attempt.outcome}"
+        if spec.attempt == flight.last_attempt:
+            raise InfrastructureError(
+                f"{why} {MAX_RETRIES + 1} times: {attempt.reason}", "the history holds all that was measured"
+            )
+        self.listener.message(f"  {why}, and is tried again: {attempt.reason.splitlines()[0][:120]}")
+        self._again.append((replace(spec, attempt=spec.attempt + 1), flight.last_attempt))
+
+    def _record_interrupted(self) -> None:
+        flights, self._flights = list(self._flights.values()), {}
+        for flight in flights:
+            result = GangResult(
+                Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], flight.began_at, time.time()
+            )
+            self._record(flight, result)
+
+    def _record(self, flight: _Flight, result: GangResult) -> Attempt:
+        row = history_row(flight.spec, result, self.study, str(flight.folder.relative_to(self.out)))
         self._history.append(row)
         return attempt_from_row(row, self.study.limits)
+
+    def _count_turn(self, stage: str) -> None:
+        self.turns_left -= 1 / self.runner.num_slots if stage == SIDE_BY_SIDE else 1
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def remaining_s(self) -> float | None:
+        """Estimate for the trials that are left, from those that have ended."""
+        return None if self.mean_trial_s is None else self.mean_trial_s * max(self.turns_left, 0)
 
     def _learn(self, attempt: Attempt) -> None:
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
-from autotune.measuring import Listener, Measurer
+from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
@@ -92,7 +92,7 @@ class Run:
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
         self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
-        self.measurer.trials_left = self._planned_trials()
+        self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
         self.listener.message(f"  estimate: {self._estimate()}")
@@ -102,6 +102,10 @@ class Run:
 
     def _planned_trials(self) -> int:
         return 1 + self.job.budget.trials + self._deciding_trials()
+
+    def _planned_turns(self) -> float:
+        """Trials that run side by side take the time of one."""
+        return 1 + self.job.budget.trials / self.runner.num_slots + self._deciding_trials()
 
     def _deciding_trials(self) -> int:
         return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds
@@ -115,8 +119,9 @@ class Run:
         steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
         self.measurer.mean_trial_s = OVERHEAD_S + steps * step_s
         left = self._planned_trials() - self.measurer.num_finished
+        turns = left * self._planned_turns() / self._planned_trials()
         return (
-            f"about {left * self.measurer.mean_trial_s / 60:.0f} min for {left} runs of a trial "
+            f"about {turns * self.measurer.mean_trial_s / 60:.0f} min for {left} runs of a trial "
             f"({step_s:.2g} s a step, assuming half the peak); refined as trials end"
         )
 
@@ -165,10 +170,19 @@ class Run:
         )
 
     def _explore(self) -> None:
-        proposals = itertools.chain(self._begun(), iter(self.search.ask, None))
-        for number, knobs in enumerate(proposals):
-            self._trial(knobs, "explore")
-            if number + 1 == self.job.budget.trials:
+        """Trials side by side, one a slot; the search is told of each as it ends, and then asked for the next.
+
+        They rank configs roughly, since slots are not alike: what is compared runs alone later, on one slot.
+        """
+        self.measurer.measure_side_by_side(self._proposals(), SIDE_BY_SIDE, self._take_in)
+
+    def _proposals(self) -> Iterator[Knobs]:
+        begun = self._begun()
+        # What an earlier life began may be under way again when the search, which is not told yet, proposes it.
+        asked = (knobs for knobs in iter(self.search.ask, None) if knobs not in begun)
+        for number, knobs in enumerate(itertools.chain(begun, asked), start=1):
+            yield knobs
+            if number == self.job.budget.trials:
                 return
             if self._out_of_time():
                 self.listener.message("  budget.minutes is used up: on to the finalists")
@@ -177,7 +191,7 @@ class Run:
 
     def _begun(self) -> list[Knobs]:
         """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
-        begun = self.measurer.begun("explore")
+        begun = self.measurer.begun(SIDE_BY_SIDE)
         asked = set(self.space.configs()) if begun else set()
         if not asked.issuperset(begun):
             self.listener.message("  skipped configs of the history that are not in the space")
@@ -188,7 +202,7 @@ class Run:
         return minutes is not None and self.clock() - self._started > 60 * minutes
 
     def _decide(self, reference: Attempt) -> RunResult:
-        self.measurer.trials_left = self._deciding_trials()
+        self.measurer.turns_left = self._deciding_trials()
         for candidate in self._finalists(reference):
             ours, theirs = self._rounds(candidate, reference)
             if len(ours) >= MIN_ROUNDS:
@@ -219,15 +233,24 @@ class Run:
         for number in range(self.job.measure.rounds):
             # Alternate who goes first, so that what drifts steadily favours neither.
             pair = (candidate, reference) if number % 2 == 0 else (reference, candidate)
-            # Half a pair from before an interruption is none: the two must run one right after the other.
-            anew = not all(self.measurer.has("round", attempt.knobs, number) for attempt in pair)
-            again = {attempt.knobs: self._trial(attempt.knobs, "round", number, anew) for attempt in pair}
+            again = self._pair(pair, number)
             if again[candidate.knobs].outcome is not Outcome.OK:
                 return [], []
             if again[reference.knobs].outcome is Outcome.OK:
                 ours.append(_rate(again[candidate.knobs]))
                 theirs.append(_rate(again[reference.knobs]))
         return ours, theirs
+
+    def _pair(self, pair: tuple[Attempt, Attempt], number: int) -> dict[Knobs, Attempt]:
+        """One run of each, one right after the other on one slot; half a pair is none."""
+        anew = not all(self.measurer.has("round", attempt.knobs, number) for attempt in pair)
+        while True:
+            num_lost = self.runner.num_lost
+            again = {attempt.knobs: self._trial(attempt.knobs, "round", number, anew) for attempt in pair}
+            if self.runner.num_lost == num_lost:
+                return again
+            self.listener.message(f"  a slot was lost in round {number + 1}: its pair is measured again, on one slot")
+            anew = True
 
     def _conclude(
         self, reference: Attempt, candidate: Attempt | None, ours: list[float], theirs: list[float]
@@ -251,16 +274,19 @@ class Run:
 
     def _trial(self, knobs: Knobs, stage: str, round_number: int | None = None, anew: bool = False) -> Attempt:
         attempt = self.measurer.measure(knobs, stage, round_number, anew)
-        if stage in ("baseline", "explore"):
-            self.search.tell(knobs, attempt.told)
+        self._take_in(attempt)
+        return attempt
+
+    def _take_in(self, attempt: Attempt) -> None:
+        if attempt.stage in ("baseline", "explore"):
+            self.search.tell(attempt.knobs, attempt.told)
             self._attempts.append(attempt)
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self._write_best(attempt, self._attempts[0], complete=False)
         elif attempt.outcome is not Outcome.OK:
-            self._failed_again.add(knobs)
+            self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)
-        return attempt
 
     def _write_best(
         self,

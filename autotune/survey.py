@@ -16,12 +16,12 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, UserError
 from autotune.hardware import Peak, peak_for
 from autotune.job import UNPARSABLE, Job
-from autotune.measuring import make_spec
+from autotune.measuring import MAX_RETRIES, make_spec
 from autotune.report.text import gib
 from autotune.rows import Limits, ModelFacts, Study
 from autotune.space import Facts, SearchSpace
 from trials.files import write_whole
-from trials.outcome import Outcome
+from trials.outcome import INFRASTRUCTURE, Outcome
 
 FILE_NAME = "study.yaml"
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Survey:
             f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
-            f"  device: {self.device_name}, {self.study.world_size} ranks; peak: {known}\n"
+            f"  device: {self.device_name}, {_ranks(job)}; peak: {known}\n"
             f"  memory limit: {limit}"
             + (
                 f"\n  trials run on {self.study.world_size} ranks, the real run on {target}: sharded states take "
@@ -64,6 +64,13 @@ class Survey:
         )
 
 
+def _ranks(job: Job) -> str:
+    cluster = job.cluster
+    nodes = f" on {cluster.nodes_per_trial} nodes" if cluster.nodes_per_trial > 1 else ""
+    at_once = f", {cluster.parallel_trials} trials at once while exploring" if cluster.parallel_trials > 1 else ""
+    return f"{cluster.world_size} ranks{nodes}{at_once}"
+
+
 def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
     """Runs the survey and writes study.yaml.
 
@@ -73,7 +80,10 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
     """
     folder = out / "logs" / "survey"
     folder.mkdir(parents=True, exist_ok=True)
-    result = runner.run(make_spec(job, runner, None, "survey", -1), folder, job.measure.trial_timeout_s)
+    for _ in range(MAX_RETRIES + 1):
+        result = runner.run(make_spec(job, runner, None, "survey", -1), folder, job.measure.trial_timeout_s)
+        if result.outcome not in INFRASTRUCTURE:
+            break
     if result.outcome is Outcome.INVALID:
         raise UserError(result.reason, f"the traceback is in {folder}/rank-{result.failed_rank}.log")
     if result.outcome is not Outcome.OK:

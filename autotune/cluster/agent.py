@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -10,11 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.cluster.oom_killer import oom_kills
 from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups, process_state
 
 LOG_KEEP_BYTES = 1024 * 1024
 """Kept of each end of a log that is longer than twice this."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Who a node is."""
+
+    node_id: str
+    """Ray's own; several nodes may run on one host."""
+    host: str
+    address: str
+    """IP by which Ray's other nodes reach it."""
+    interface: str | None
+    """Network interface that carries the address; None if none does."""
 
 
 @dataclass
@@ -67,11 +83,14 @@ class NodeAgent:
         self._started = 0.0
         self._oom_kills_before = 0
 
-    def describe(self) -> dict[str, str]:
-        """Host name and the address that other nodes reach it by."""
+    def describe(self) -> NodeFacts:
+        """Who this node is, and how other nodes reach it."""
         import ray
 
-        return {"host": socket.gethostname(), "address": ray.util.get_node_ip_address()}
+        address = ray.util.get_node_ip_address()
+        # A user who has set it in the environment of `ray start` knows better.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+        return NodeFacts(ray.get_runtime_context().get_node_id(), socket.gethostname(), address, interface)
 
     def free_port(self) -> int:
         """A TCP port that was free a moment ago."""
@@ -136,6 +155,14 @@ class NodeAgent:
 
     def _report_path(self, rank: int) -> Path:
         return self._scratch / f"rank-{rank}.json"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that carries an IP address."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return str(interface)
+    return None
 
 
 def shorten(log: Path, keep_bytes: int = LOG_KEEP_BYTES) -> None:

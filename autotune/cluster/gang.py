@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ class GangResult:
     failed_rank: int | None
     reports: dict[int, RankReport]
     hosts: list[str]
+    """One a rank: as the rank itself reports it, else as its slot was made."""
     started_at: float
     """Seconds since the epoch."""
     ended_at: float
@@ -44,62 +46,82 @@ class GangResult:
         return list(dict.fromkeys(warning for report in self.reports.values() for warning in report.warnings))
 
 
-def run_gang(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
+def run_gang(
+    slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float, stop: threading.Event | None = None
+) -> GangResult:
     """Runs one trial on a slot and waits until none of its processes is left.
 
     Args:
         log_dir: where `rank-N.log` go; must exist.
         timeout_s: the gang is ended after this long, whatever its ranks do.
+        stop: ends the gang soon after it is set.
     """
+    assert spec.world_size == slot.world_size, "the order is for another number of ranks than the slot has"
+    stop = stop or threading.Event()
     for _ in range(MAX_PORTS):
-        result = _run_once(slot, spec, log_dir, timeout_s)
+        result = _run_once(slot, spec, log_dir, timeout_s, stop)
+        if stop.is_set():
+            return replace(result, outcome=Outcome.INTERRUPTED, reason="the run was interrupted", failed_rank=None)
         if result.outcome is not Outcome.CRASHED or not _PORT_TAKEN.search(result.reason):
             break
     return result
 
 
-def _run_once(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
+def _run_once(slot: Slot, spec: TrialSpec, log_dir: Path, timeout_s: float, stop: threading.Event) -> GangResult:
     import ray
 
     started_at, started = time.time(), time.monotonic()
-    hosts = [node.host for node in slot.nodes for _ in range(slot.ranks_per_node)]
     try:
         port = ray.get(slot.nodes[0].agent.free_port.remote(), timeout=AGENT_ANSWERS_S)
         env = _rendezvous(slot, port)
         spec_json = spec.to_json()
         ray.get(
             [
-                node.agent.start.remote(spec_json, _ranks(slot, index), {**env, "GROUP_RANK": str(index)}, str(log_dir))
+                node.agent.start.remote(spec_json, slot.ranks(index), env | _node_env(slot, index), str(log_dir))
                 for index, node in enumerate(slot.nodes)
             ],
             timeout=AGENT_ANSWERS_S,
         )
-        timed_out, detected_s = _watch(slot, started, timeout_s)
+        timed_out, detected_s = _watch(slot, started, timeout_s, stop)
         records: list[NodeRecord] = ray.get(
             [node.agent.finish.remote() for node in slot.nodes], timeout=AGENT_ANSWERS_S
         )
+    except ray.exceptions.GetTimeoutError:
+        reason = f"a node's agent did not answer within {AGENT_ANSWERS_S:.0f} s"
+        return GangResult(Outcome.NODE_LOST, reason, None, {}, _hosts(slot, {}), started_at, time.time())
     except ray.exceptions.RayError as error:
-        return GangResult(Outcome.NODE_LOST, f"a node's agent died: {error}", None, {}, hosts, started_at, time.time())
-    return _conclude(slot, records, log_dir, hosts, started_at, timed_out, timeout_s, detected_s)
-
-
-def _ranks(slot: Slot, node: int) -> list[int]:
-    return list(range(node * slot.ranks_per_node, (node + 1) * slot.ranks_per_node))
+        reason = f"a node's agent died: {error}"
+        return GangResult(Outcome.NODE_LOST, reason, None, {}, _hosts(slot, {}), started_at, time.time())
+    return _conclude(slot, records, log_dir, started_at, timed_out, timeout_s, detected_s)
 
 
 def _rendezvous(slot: Slot, port: int) -> dict[str, str]:
-    alone = len(slot.nodes) == 1
-    env = {
-        "MASTER_ADDR": "127.0.0.1" if alone else slot.nodes[0].address,
+    """As torchrun sets it, for all ranks of a gang."""
+    return {
+        "MASTER_ADDR": "127.0.0.1" if len(slot.nodes) == 1 else slot.nodes[0].facts.address,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(slot.world_size),
         "LOCAL_WORLD_SIZE": str(slot.ranks_per_node),
+        "GROUP_WORLD_SIZE": str(len(slot.nodes)),
     }
-    # One node needs no network: gloo by host name fails on laptops whose name does not resolve.
-    return env | ({"GLOO_SOCKET_IFNAME": "lo"} if alone else {})
 
 
-def _watch(slot: Slot, started: float, timeout_s: float) -> tuple[bool, float | None]:
+def _node_env(slot: Slot, index: int) -> dict[str, str]:
+    """For the ranks of one node. gloo by host name fails where the name does not resolve, or resolves to loopback.
+
+    NCCL finds its interfaces itself.
+    """
+    # One node needs no network.
+    interface = "lo" if len(slot.nodes) == 1 else slot.nodes[index].facts.interface
+    return {"GROUP_RANK": str(index)} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+
+
+def _hosts(slot: Slot, reports: dict[int, RankReport]) -> list[str]:
+    asked = {rank: node.facts.host for index, node in enumerate(slot.nodes) for rank in slot.ranks(index)}
+    return [reports[rank].host if rank in reports else host for rank, host in sorted(asked.items())]
+
+
+def _watch(slot: Slot, started: float, timeout_s: float, stop: threading.Event) -> tuple[bool, float | None]:
     """Waits for the end of all ranks, of the grace after a failure, or of the time; says whether time ran out."""
     import ray
 
@@ -112,7 +134,7 @@ def _watch(slot: Slot, started: float, timeout_s: float) -> tuple[bool, float | 
         exits: list[tuple[int, float]] = [exit_ for status in statuses for exit_ in status.exits.values()]
         if detected is None and any(code for code, _ in exits):
             detected = min(ended_s for code, ended_s in exits if code)
-        if not any(status.running for status in statuses):
+        if stop.is_set() or not any(status.running for status in statuses):
             return False, detected
         if detected is not None and elapsed_s > detected + GRACE_S:
             return False, detected
@@ -124,7 +146,6 @@ def _conclude(
     slot: Slot,
     records: list[NodeRecord],
     log_dir: Path,
-    hosts: list[str],
     started_at: float,
     timed_out: bool,
     timeout_s: float,
@@ -146,7 +167,23 @@ def _conclude(
         outcome, reason = Outcome.UNCLEAN_DEVICE, f"processes {leftover} could not be ended; first: {reason}"
     elif outcome is Outcome.OK and len(reports) != slot.world_size:
         outcome, reason = Outcome.CRASHED, f"{slot.world_size - len(reports)} rank(s) left no report"
+    elif outcome is Outcome.OK and (elsewhere := _elsewhere(slot, records, reports)):
+        # Says nothing about the config: the slot is not what it was taken for, and is given up.
+        outcome, reason = Outcome.NODE_LOST, elsewhere
+    hosts = _hosts(slot, reports)
     return GangResult(outcome, reason, failed_rank, reports, hosts, started_at, time.time(), leftover, detected_s)
+
+
+def _elsewhere(slot: Slot, records: list[NodeRecord], reports: dict[int, RankReport]) -> str:
+    """What differs from the nodes, and the ranks on each, that the slot was asked for; empty if nothing does."""
+    for index, (node, record) in enumerate(zip(slot.nodes, records, strict=True)):
+        asked = slot.ranks(index)
+        if sorted(record.exits) != asked:
+            return f"node {index} ({node.facts.host}) ran ranks {sorted(record.exits)}, asked were {asked}"
+        for rank in asked:
+            if reports[rank].host != node.facts.host:
+                return f"rank {rank} ran on host {reports[rank].host}, asked was {node.facts.host}"
+    return ""
 
 
 def _rank_end(

@@ -89,12 +89,13 @@ class LineScreen(_Base):
 
 
 class LiveScreen(_Base):
-    """A table that grows, with the present trial and the time left under it."""
+    """A table that grows, with the present trials and the time left under it."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._rows: list[dict[str, str]] = []
-        self._now: tuple[TrialSpec, float, float | None] | None = None
+        self._now: dict[int, tuple[TrialSpec, float, float | None]] = {}
+        """By trial: its order, when it was started, and the time left then."""
         self._label = "MFU"
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
 
@@ -105,13 +106,14 @@ class LiveScreen(_Base):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._now = None
+        self._now = {}
         self._live.stop()
 
     def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None:
-        self._now = (spec, time.monotonic(), remaining_s)
+        self._now = self._now | {spec.trial: (spec, time.monotonic(), remaining_s)}
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
+        self._now = {trial: now for trial, now in self._now.items() if trial != attempt.trial}
         cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
         self._label = cells["mfu_label"]
         self._rows.append(cells)
@@ -134,12 +136,9 @@ class LiveScreen(_Base):
             style = "green" if cells["is_best"] else "" if ok else "yellow"
             keys = ("trial", "stage", "outcome", "rate", "mfu", "memory", "best", "settings")
             table.add_row(*(Text(cells[key]) for key in keys), style=style)
-        return Group(table, self._status())
+        return Group(table, *(self._status(*now) for now in self._now.values()))
 
-    def _status(self) -> Text:
-        if self._now is None:
-            return Text("")
-        spec, since, remaining_s = self._now
+    def _status(self, spec: TrialSpec, since: float, remaining_s: float | None) -> Text:
         elapsed_s = time.monotonic() - since
         what = "the survey of model and machine"
         if spec.knobs is not None:

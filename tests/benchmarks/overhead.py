@@ -111,7 +111,22 @@ class TimedRunner:
 
     def __init__(self, inner: SlotRunner) -> None:
         self.inner, self.world_size, self.device = inner, inner.world_size, inner.device
+        self.num_slots, self.num_lost = inner.num_slots, inner.num_lost
         self.spent_s, self.num_trials = 0.0, 0
+
+    def is_free(self) -> bool:
+        return self.inner.is_free()
+
+    def start(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> None:
+        self._started = time.perf_counter()
+        self.inner.start(spec, log_dir, timeout_s)
+
+    def next_ended(self) -> tuple[TrialSpec, GangResult]:
+        try:
+            return self.inner.next_ended()
+        finally:
+            self.spent_s += time.perf_counter() - self._started
+            self.num_trials += 1
 
     def run(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
         started = time.perf_counter()

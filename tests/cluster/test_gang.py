@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from autotune.cluster.runner import SlotRunner
-from autotune.cluster.slots import make_slot
 from autotune.errors import UserError
 from tests.cluster.conftest import rank_processes, spec
 from tests.unit.conftest import make_job
@@ -101,5 +100,5 @@ def test_plain_exec_gives_the_same_trial(runner: SlotRunner, texts: Path, tmp_pa
 
 
 def test_more_ranks_than_the_cluster_has_is_refused_at_once(runner: SlotRunner) -> None:
-    with pytest.raises(UserError, match=r"Ray has \[\{'CPU'"):
-        make_slot("cpu", "fork", 1, 64)
+    with pytest.raises(UserError, match=r"1 node with 64 CPUs is not to be had; Ray has \[\d+ CPU\]"):
+        SlotRunner(make_job(cluster={"ranks_per_node": 64, "device": "cpu"}), "cpu")
