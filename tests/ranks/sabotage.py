@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
 from torch.utils.data import DataLoader
 
-from trials import data, wrap
-from trials.engines import fsdp1, fsdp2
+from trials import attention, data, entry, wrap
+from trials.engines import base, ddp, fsdp1, fsdp2
 from trials.models import DecoderWorkload
 from trials.step import Stepper
 
@@ -78,7 +78,7 @@ def _change_fully_shard(change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 
 def _one_block_a_unit() -> None:
-    fsdp2.group_blocks = lambda sizes, _cap: [1] * len(sizes)
+    base.group_blocks = lambda sizes, _cap: [1] * len(sizes)
 
 
 def _no_checkpointing() -> None:
@@ -113,12 +113,51 @@ def _no_sync_is_ignored() -> None:
     fsdp1.FullyShardedDataParallel.no_sync = lambda _: nullcontext()
 
 
-def _one_block_a_group() -> None:
-    fsdp1.group_blocks = lambda sizes, _cap: [1] * len(sizes)
-
-
 def _fsdp1_is_not_applied() -> None:
-    fsdp1._wrap = lambda module, _plan: module
+    fsdp1._Wrapper.__call__ = lambda _self, module: module
+
+
+def _change_ddp(**changes: Any) -> None:
+    whole = ddp.DistributedDataParallel
+
+    class Changed(whole):  # type: ignore[misc, valid-type]
+        def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+            super().__init__(module, **{**kwargs, **changes})
+
+    ddp.DistributedDataParallel = Changed
+
+
+def _ddp_is_not_applied() -> None:
+    class Nothing(ddp.DistributedDataParallel):
+        def __new__(cls, module: nn.Module, **_: Any) -> nn.Module:  # type: ignore[misc]
+            return module
+
+    ddp.DistributedDataParallel = Nothing
+
+
+def _optimizer_is_not_fused() -> None:
+    make = entry.make_optimizer
+    entry.make_optimizer = lambda model, options, _fused: make(model, options)
+
+
+def _attention_is_torchs_choice() -> None:
+    attention.only = lambda _backend: nullcontext()
+
+
+def _nothing_is_compiled() -> None:
+    nn.Module.compile = lambda _self: None
+
+
+def _no_prefetch() -> None:
+    fsdp2._prefetch = lambda *_: None
+
+
+def _no_replicas() -> None:
+    base.Plan.sharding_mesh = property(lambda plan: plan.mesh)
+
+
+def _reduced_in_fp32() -> None:
+    base.Plan.gradient_dtype = property(lambda _: torch.float32)
 
 
 def _no_fsdp() -> None:
@@ -145,6 +184,13 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "fsdp1_backward_prefetch": lambda: _change_fsdp1(backward_prefetch=BackwardPrefetch.BACKWARD_PRE),
     "fsdp1_forward_prefetch": lambda: _change_fsdp1(forward_prefetch=False),
     "fsdp1_no_sync": _no_sync_is_ignored,
-    "fsdp1_grouping": _one_block_a_group,
+    "ddp_engine": _ddp_is_not_applied,
+    "ddp_bucket_cap": lambda: _change_ddp(bucket_cap_mb=25),
+    "fused_optimizer": _optimizer_is_not_fused,
+    "attention_backend": _attention_is_torchs_choice,
+    "compile": _nothing_is_compiled,
+    "prefetch": _no_prefetch,
+    "replicate_degree": _no_replicas,
+    "reduce_dtype": _reduced_in_fp32,
     "fsdp1_engine": _fsdp1_is_not_applied,
 }

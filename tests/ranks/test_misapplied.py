@@ -23,13 +23,16 @@ ASKED = Knobs(
     prefetch_factor=2,
 )
 FSDP1 = {"engine": "fsdp1", "limit_all_gathers": False, "backward_prefetch": "none", "forward_prefetch": True}
+DDP = {"engine": "ddp", "bucket_cap_mb": 1.0}
+IN_BF16 = {"bucket_cap_mb": 0.04, "precision": "bf16"}
 NO_WORKERS = {"num_workers": 0, "prefetch_factor": None}
 
 
-def sabotaged(source, sabotage, only_rank=None, **changes):
+def sabotaged(source, sabotage, only_rank=None, precision="fp32", **changes):
     return make_spec(
         source,
         dataclasses.replace(ASKED, **changes),
+        precision=precision,
         workload="sabotage:decoder",
         import_paths=(str(HERE),),
         model={"config": TINY, "knob": sabotage, "only_rank": only_rank},
@@ -57,7 +60,11 @@ def differences(reason):
             {"reshard_after_forward": False},
             {"reshard_after_forward": "asked False, applied True"},
         ),
-        ("reshard_mixed", {}, {"reshard_after_forward": "asked True, applied 'mixed'"}),
+        (
+            "reshard_mixed",
+            {},
+            {"reshard_after_forward": "asked True, applied 'mixed'", "keep_last_units": "asked 0, applied 'mixed'"},
+        ),
         (
             "grouping",
             {},
@@ -76,10 +83,16 @@ def differences(reason):
         ("fsdp1_forward_prefetch", FSDP1, {"forward_prefetch": "asked True, applied False"}),
         ("fsdp1_no_sync", FSDP1, {"sync_each_micro_batch": "asked False, applied True"}),
         (
-            "fsdp1_grouping",
+            "grouping",
             FSDP1,
             {"bucket_cap_mb": "asked 0.08, applied 0.04", "blocks_per_unit": "asked 2, applied 1"},
         ),
+        ("ddp_bucket_cap", DDP, {"bucket_cap_mb": "asked 1.0, applied 25.0"}),
+        ("fused_optimizer", {"fused_optimizer": True}, {"fused_optimizer": "asked True, applied False"}),
+        ("attention_backend", {"attention_backend": "math"}, {"attention_backend": "asked 'math', applied 'flash'"}),
+        ("prefetch", {"forward_prefetch_units": 2}, {"forward_prefetch_units": "asked 2, applied 0"}),
+        ("prefetch", {"backward_prefetch_units": 1}, {"backward_prefetch_units": "asked 1, applied 0"}),
+        ("reduce_dtype", {"reduce_dtype": "bf16", **IN_BF16}, {"reduce_dtype": "asked 'bf16', applied 'fp32'"}),
         ("num_workers", {}, {"num_workers": "asked 2, applied 1"}),
         ("prefetch_factor", {}, {"prefetch_factor": "asked 2, applied 3"}),
     ],
@@ -94,7 +107,11 @@ def test_a_knob_without_effect_is_misapplied_and_named(ranks, text_folder, sabot
         assert report.block_times_s == []
 
 
-@pytest.mark.parametrize(("sabotage", "asked"), [("engine", {}), ("fsdp1_engine", FSDP1)], ids=["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    ("sabotage", "asked"),
+    [("engine", {}), ("fsdp1_engine", FSDP1), ("ddp_engine", DDP)],
+    ids=["fsdp2", "fsdp1", "ddp"],
+)
 def test_a_model_that_is_not_sharded_is_misapplied_and_the_engine_is_named(ranks, text_folder, sabotage, asked):
     gang = ranks.run(sabotaged(text_folder, sabotage, **NO_WORKERS, **asked))
     assert gang.outcome is Outcome.MISAPPLIED, str(gang)
@@ -116,6 +133,9 @@ def test_one_rank_that_misapplies_is_the_whole_trials_outcome(ranks, text_folder
         {"sync_each_micro_batch": True, **NO_WORKERS},
         {"activation_checkpointing": "selective_op", "reshard_after_forward": False, **NO_WORKERS},
         FSDP1,
+        DDP,
+        {"fused_optimizer": True, "attention_backend": "math", "forward_prefetch_units": 2, "keep_last_units": 1},
+        {"reduce_dtype": "bf16", **IN_BF16},
     ],
 )
 def test_the_same_run_without_sabotage_is_ok(ranks, text_folder, asked):
@@ -129,3 +149,27 @@ def test_the_same_run_without_sabotage_is_ok(ranks, text_folder, asked):
         assert report.num_steps == sum(report.block_steps) >= spec.measure.min_steps
         assert report.micro_batch_tokens == 2 * spec.seq_len
     assert gang.reports[0].losses == gang.reports[1].losses
+
+
+def test_copies_that_are_not_made_are_misapplied(ranks, text_folder):
+    spec = sabotaged(text_folder, "replicate_degree", replicate_degree=2, **NO_WORKERS)
+    gang = ranks.run(dataclasses.replace(spec, world_size=4, global_batch_size=16))
+    assert gang.outcome is Outcome.MISAPPLIED, str(gang)
+    assert differences(gang.reports[0].reason) == {"replicate_degree": "asked 2, applied 1"}
+
+
+def test_blocks_that_are_compiled_run_and_read_back_and_blocks_that_are_not_are_misapplied(ranks, text_folder):
+    asked = {"compile": True, "activation_checkpointing": "none", **NO_WORKERS}
+    gang = ranks.run(sabotaged(text_folder, "compile", **asked))
+    assert differences(gang.reports[0].reason) == {"compile": "asked True, applied False"}
+    gang = ranks.run(sabotaged(text_folder, "none", **asked))
+    assert gang.outcome is Outcome.OK, str(gang)
+    assert gang.reports[0].applied["compile"] is True
+    assert gang.reports[0].phase_s["compile"] > 0
+
+
+def test_compiling_that_takes_longer_than_its_limit_is_a_timeout_that_says_so(ranks, text_folder):
+    spec = sabotaged(text_folder, "compile", compile=True, activation_checkpointing="none", **NO_WORKERS)
+    gang = ranks.run(dataclasses.replace(spec, compile_timeout_s=0.0001))
+    assert gang.outcome is Outcome.TIMEOUT, str(gang)
+    assert "measure.compile_timeout_s" in gang.reports[0].reason
