@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trials.engines import ShardedModel
 from trials.record import Knobs
+from trials.workload import checked_loss
 
 
 class Stepper:
@@ -55,7 +56,8 @@ class Stepper:
             self.data_wait_s += time.perf_counter() - started
             with self.model.micro_step(last=last, sync=self.knobs.sync_each_micro_batch):
                 self._observe(tokens, last)
-                loss = self.loss(self.model.module, tokens.to(self.device, non_blocking=True)) / count
+                on_device = tokens.to(self.device, non_blocking=True)
+                loss = checked_loss(self.loss, self.model.module, on_device) / count
                 loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         self.optimizer.step()

@@ -74,10 +74,13 @@ def test_unknown_convention_is_refused_with_the_known_ones() -> None:
         flops_per_token(1e9, 32, 4096, 2048, convention="6ND")
 
 
+@pytest.mark.parametrize("more", [{}, {"qkv_bias": True}, {"qk_norm": True, "head_size": 16}])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_formula_equals_torchs_count_on_meta(tie_embeddings: bool, num_kv_heads: int) -> None:
-    workload = decoder(tie_embeddings=tie_embeddings, num_kv_heads=num_kv_heads)
+def test_formula_equals_torchs_count_on_meta(
+    tie_embeddings: bool, num_kv_heads: int, more: dict[str, int | bool]
+) -> None:
+    workload = decoder(tie_embeddings=tie_embeddings, num_kv_heads=num_kv_heads, **more)
     useful = model_flops(workload, on_meta(workload), SEQ_LEN)
     assert useful.convention == PALM_MATMUL.name
     assert useful.per_token == counted_flops_per_token(workload, SEQ_LEN, "none")
