@@ -37,6 +37,12 @@ class Fsdp1:
         _fill_buffers(plan)  # while the model is still as its author knows it
         materialise = _Materialiser(plan)
         sizes = group_blocks(plan.block_mib, plan.knobs.bucket_cap_mb)
+        if max(sizes) > 1 and not getattr(plan.workload, "blocks_take_the_same", True):
+            raise TrialError(
+                Outcome.INVALID,
+                "fsdp1 with several blocks a unit hands each of them the same arguments, and this model's blocks take "
+                "different ones (full and sliding attention in turn). Use fsdp2, or one block a unit",
+            )
         units: list[nn.Module] = []
         first = 0
         for size in sizes:
