@@ -88,10 +88,12 @@ def build(
     """The workload's model: checkpointed, sharded by the engine, and initialised.
 
     Raises:
-        TrialError: outcome `invalid`; the model has no blocks, or not what the engine needs.
+        TrialError: outcome `invalid`; the model has no blocks, nothing to train, or not what the engine needs.
     """
     with torch.device("meta"):
         model = workload.build_model()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrialError(Outcome.INVALID, "the workload's model has no trainable parameter: nothing to train")
     blocks = workload.blocks(model)
     names = block_names(model, blocks)
     sizes_mib = block_mib(blocks, precision)
