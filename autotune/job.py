@@ -368,7 +368,7 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     for override in overrides:
         if override not in names:
             _apply_override(values, override)
-    _resolve_paths(values, folder)
+    _resolve_paths(values, folder, where)
     return validate(Job, values, " ".join([where, *(f"--set {override}" for override in overrides)]))
 
 
@@ -428,7 +428,7 @@ def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
     values["space"] = _parse_mapping(text, f"{where}: space {path or space}")
 
 
-def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
     """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
@@ -436,7 +436,7 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
     if isinstance(model, dict):
         workload = model.get("workload", "decoder")
         if workload == "hf" and isinstance(model.get("config"), str):
-            model["config"] = read_hf_config(model["config"], folder)
+            model["config"] = read_hf_config(model["config"], folder, where)
         elif workload not in ("decoder", "hf"):
             model["import_path"] = str(folder / Path(model.get("import_path") or ".").expanduser())
 

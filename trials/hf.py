@@ -46,6 +46,8 @@ class HfWorkload:
                 f"model.seq_len = {seq_len}: the config has {longest} positions (max_position_embeddings, or its own "
                 "name for it); shorten the one or raise the other",
             )
+        with torch.device("meta"):
+            self.build_model()  # a bad config shows here; and the modules it imports are no part of a trial's memory
 
     @property
     def blocks_take_the_same(self) -> bool:
@@ -165,6 +167,7 @@ def make_config(values: dict[str, Any]) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: whatever is asked below, nothing is fetched
     try:
         from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise TrialError(
             Outcome.INVALID,
@@ -172,11 +175,11 @@ def make_config(values: dict[str, Any]) -> Any:
         ) from error
     arguments = dict(values)
     model_type = arguments.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise TrialError(
             Outcome.INVALID,
-            f"model.config.model_type = {model_type!r}: transformers has no such architecture"
-            + _nearest(str(model_type), list(CONFIG_MAPPING)),
+            f"model.config.model_type = {model_type!r}: transformers has no causal language model of that name"
+            + _nearest(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         )
     if "transformers_version" not in arguments:  # one that transformers wrote may carry other tools' keys
         kind = CONFIG_MAPPING[model_type]
