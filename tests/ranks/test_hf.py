@@ -148,3 +148,14 @@ def test_its_survey_knows_sizes_and_flops(ranks, text_folder):
     survey = gang.reports[0].survey
     assert survey["num_blocks"] == NUM_LAYERS
     assert survey["flops_convention"] == "counted-on-meta,full-attn"
+
+
+def test_blocks_that_take_different_masks_are_not_grouped_by_fsdp1(ranks, text_folder):
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    config = {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "layer_types": layers}
+    knobs = dataclasses.replace(
+        knobs_of({"model": "llama", "engine": "fsdp1", "way": "all-at-once"}), bucket_cap_mb=100.0
+    )
+    gang = ranks.run(make_spec(text_folder, knobs, workload="hf", model={"config": config}))
+    assert gang.outcome is Outcome.INVALID, str(gang)
+    assert "this model's blocks take different ones" in gang.reports[0].reason

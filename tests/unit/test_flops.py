@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token, tflops_per_s, utilisation
 from trials.flops import counted_flops_per_token, matmul_params, model_flops
@@ -121,6 +122,14 @@ def test_hfu_equals_mfu_without_checkpointing_and_exceeds_it_with() -> None:
     mfu = utilisation(1000.0, useful, 1.0)
     assert utilisation(1000.0, counted("none"), 1.0) == mfu
     assert utilisation(1000.0, counted("full"), 1.0) > mfu
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every_2", "selective_op"])
+def test_the_attention_backend_in_use_changes_no_count(mode: str) -> None:
+    usual = counted(mode)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(backend):
+            assert counted(mode) == usual
 
 
 def test_more_checkpointing_recomputes_more() -> None:
