@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 WHOLE_DEVICE = 0.97
 """A device that shows less than this share of its row's multiprocessors is a slice (MIG, CPX) or cut down."""
+VGPU = re.compile(r"-\d+[ABCQ]\b")
+"""Ends the name of a virtual GPU (GRID V100S-8Q, NVIDIA A40-48Q): an unknown share of the card it is named after."""
 _NOT_REPORTED = "MFU is not reported; set cluster.peak_tflops_per_s"
 
 
@@ -87,6 +89,8 @@ def peak_for(
         return Peak(given_tflops_per_s, precision, "job: cluster.peak_tflops_per_s")
     if cpu_probe_tflops_per_s is not None:
         return Peak(cpu_probe_tflops_per_s, precision, "cpu probe")
+    if VGPU.search(device_name):
+        return Peak(None, precision, f'"{device_name}" is a virtual GPU, an unknown share of its card: {_NOT_REPORTED}')
     found = [device for device in device_table() if device.match.search(device_name)]
     if len(found) > 1:  # the MI250X and the MI250 share one name
         names = " or ".join(device.name for device in found)

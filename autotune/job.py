@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
+from autotune.hf_config import read_hf_config
 from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
@@ -46,23 +47,28 @@ class Section(BaseModel):
 
 class Model(Section):
     workload: str = "decoder"
-    """`decoder`, or `package.module:factory` for your own."""
+    """`decoder`, `hf` (Hugging Face's transformers), or `package.module:factory` for your own."""
     import_path: str | None = None
     """The folder where `package.module` is looked for, after everything else; default: the job file's."""
     preset: str | None = None
     """A built-in shape of `decoder`."""
     config: dict[str, Any] | None = None
-    """Or the decoder's fields one by one; for your own factory, its keyword arguments."""
+    """Or the decoder's fields one by one; for `hf`, a config.json, its folder, or what it holds (model_type, ...); for
+    your own factory, its keyword arguments."""
     seq_len: Positive
     """Tokens per sequence."""
 
     def factory_arguments(self) -> dict[str, Any]:
+        if self.workload == "hf":
+            return {"config": self.config}
         if self.workload != "decoder":
             return dict(self.config or {})
         return {"config": self.config} if self.config else {"preset": self.preset}
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
+        if ":" not in self.workload and self.workload not in ("decoder", "hf"):
+            raise ValueError(f"workload = {self.workload!r}: decoder, hf, or package.module:factory")
         if self.workload == "decoder":
             if (self.preset is None) == (self.config is None):
                 raise ValueError("give either preset or config")
@@ -70,7 +76,12 @@ class Model(Section):
                 raise ValueError(f"preset = {self.preset!r}: no such preset; {nearest(self.preset, PRESETS)}")
             self._check_decoder_config()
         if self.workload != "decoder" and self.preset is not None:
-            raise ValueError("preset belongs to the built-in decoder; give your factory's arguments as config")
+            raise ValueError("preset belongs to the built-in decoder; describe your model by config")
+        if self.workload == "hf" and not isinstance((self.config or {}).get("model_type"), str):
+            raise ValueError(
+                "config of workload hf: give a config.json, its folder, or what it holds; at least model_type, "
+                "which names the architecture (llama, qwen3, mixtral, ...)"
+            )
         return self
 
     def _check_decoder_config(self) -> None:
@@ -83,7 +94,9 @@ class Model(Section):
         problems += [
             f"config.{key} = {given[key]!r}: should be a positive whole number"
             for key, field in known.items()
-            if key in given and field.type == "int" and (type(given[key]) is not int or given[key] < 1)
+            if key in given
+            and (field.type == "int" or (field.type == "int | None" and given[key] is not None))
+            and (type(given[key]) is not int or given[key] < 1)
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -454,7 +467,7 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     for override in overrides:
         if override not in names:
             _apply_override(values, override)
-    _resolve_paths(values, folder)
+    _resolve_paths(values, folder, where)
     return validate(Job, values, " ".join([where, *(f"--set {override}" for override in overrides)]))
 
 
@@ -514,14 +527,18 @@ def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
     values["space"] = _parse_mapping(text, f"{where}: space {path or space}")
 
 
-def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
     """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
         data["source"] = _resolved(data["source"], folder)
-    if isinstance(model, dict) and model.get("workload", "decoder") != "decoder":
-        import_path = model.get("import_path") or "."
-        model["import_path"] = _resolved(import_path, folder) if isinstance(import_path, str) else import_path
+    if isinstance(model, dict):
+        workload = model.get("workload", "decoder")
+        if workload == "hf" and isinstance(model.get("config"), str):
+            model["config"] = read_hf_config(model["config"], folder, where)
+        elif workload not in ("decoder", "hf"):
+            import_path = model.get("import_path") or "."
+            model["import_path"] = _resolved(import_path, folder) if isinstance(import_path, str) else import_path
 
 
 def _resolved(path: str, folder: Path) -> str:

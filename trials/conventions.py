@@ -25,7 +25,8 @@ PALM_MATMUL = Convention("palm-matmul,full-attn", 6, 12)
 PALM_MATMUL_CAUSAL = Convention("palm-matmul,causal-attn", 6, 6)
 """Megatron-LM's and MaxText's: attention halved, since a causal kernel may skip the masked half."""
 COUNTED = "counted-on-meta,full-attn"
-"""For a workload that does not tell its attention shapes: torch's FlopCounterMode, without checkpointing."""
+"""torch's FlopCounterMode, without checkpointing: for a model that the formula is not for (frozen weights, experts, of
+which those count that a token uses), or that does not tell its attention shapes."""
 
 CONVENTIONS: dict[str, Convention] = {
     "6N+12Lds": PALM_MATMUL,

@@ -239,7 +239,8 @@ class Rank:
         report.losses = stepper.mean_losses(self._mean)
         if not all(math.isfinite(loss) for loss in report.losses):
             step = next(i for i, loss in enumerate(report.losses) if not math.isfinite(loss))
-            raise TrialError(Outcome.WRONG_NUMERICS, f"the loss of step {step} is {report.losses[step]}")
+            which = f"of step {step}" if step else "of the first step (no update yet: initial values or data)"
+            raise TrialError(Outcome.WRONG_NUMERICS, f"the loss {which} is {report.losses[step]}")
 
     def _track_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Stepper, knobs: Knobs) -> None:
         assert self.limit is not None

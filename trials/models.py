@@ -1,4 +1,4 @@
-"""The built-in decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU; the shape of Llama."""
+"""The built-in decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU; the shape of Llama and Qwen."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ class Attention(nn.Module):
             config.num_kv_heads,
             config.head_dim,
         )
-        kv_size = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        batch, seq_len, hidden = x.shape
-        q = self.q_proj(x).view(batch, seq_len, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        batch, seq_len, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(batch, seq_len, self.num_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, seq_len, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, seq_len, self.num_kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, rope), rotate(k, rope)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads)
-        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, seq_len, hidden))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -126,10 +128,17 @@ class DecoderWorkload:
             self.config = PRESETS[preset] if preset else DecoderConfig(**(config or {}))  # type: ignore[arg-type]
         except TypeError as error:
             raise TrialError(Outcome.INVALID, f"model.config: {error}") from error
-        if self.config.hidden_size % self.config.num_heads or self.config.num_heads % self.config.num_kv_heads:
+        shape = self.config
+        if (shape.head_size is None and shape.hidden_size % shape.num_heads) or shape.num_heads % shape.num_kv_heads:
             raise TrialError(
                 Outcome.INVALID,
-                "model.config: hidden_size must divide by num_heads, and num_heads by num_kv_heads",
+                f"model.config: hidden_size = {shape.hidden_size} must divide by num_heads = {shape.num_heads} (or give"
+                f" head_size), and num_heads by num_kv_heads = {shape.num_kv_heads}",
+            )
+        if shape.head_dim % 2:
+            raise TrialError(
+                Outcome.INVALID,
+                f"model.config: a head of {shape.head_dim} numbers; RoPE turns pairs, so it must be even",
             )
         self.seq_len = seq_len
         self.vocab_size = self.config.vocab_size

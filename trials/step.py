@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trials import attention
 from trials.engines import ShardedModel
 from trials.record import Knobs
+from trials.workload import checked_loss
 
 
 class Stepper:
@@ -59,7 +60,8 @@ class Stepper:
                 attention.only(self.knobs.attention_backend),
             ):
                 self._observe(tokens, last)
-                loss = self.loss(self.model.module, tokens.to(self.device, non_blocking=True)) / count
+                on_device = tokens.to(self.device, non_blocking=True)
+                loss = checked_loss(self.loss, self.model.module, on_device) / count
                 loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         self.optimizer.step()

@@ -69,8 +69,27 @@ def default_init_parameter(name: str, shape: torch.Size, generator: torch.Genera
     return torch.normal(0.0, 0.02, tuple(shape), generator=generator)
 
 
+def checked_loss(loss: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of a micro-batch, seen to be one.
+
+    Raises:
+        TrialError: outcome `invalid`; it is no single number, or nothing that is trained.
+    """
+    value = loss(model, tokens)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TrialError(
+            Outcome.INVALID, f"the workload's loss() returned {found}; it must be the micro-batch's mean, one number"
+        )
+    if not value.requires_grad:
+        raise TrialError(
+            Outcome.INVALID, "the workload's loss() does not depend on a trainable parameter: nothing to train"
+        )
+    return value
+
+
 def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[str] = ()) -> Workload:
-    """The workload called `decoder`, or what `package.module:factory` returns for `arguments`.
+    """The workload called `decoder` or `hf`, or what `package.module:factory` returns for `arguments`.
 
     Args:
         import_paths: folders searched for the user's module after everything else on sys.path.
@@ -82,9 +101,15 @@ def load_workload(name: str, arguments: dict[str, Any], import_paths: Sequence[s
         from trials.models import DecoderWorkload
 
         return DecoderWorkload(**arguments)
+    if name == "hf":
+        from trials.hf import HfWorkload
+
+        return HfWorkload(**arguments)
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise TrialError(Outcome.INVALID, f"model.workload = {name!r}: expected 'decoder' or 'package.module:factory'")
+        raise TrialError(
+            Outcome.INVALID, f"model.workload = {name!r}: expected 'decoder', 'hf' or 'package.module:factory'"
+        )
     sys.path.extend(path for path in import_paths if path not in sys.path)
     try:
         factory: Callable[..., Workload] = getattr(importlib.import_module(module_name), attribute)

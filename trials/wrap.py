@@ -26,6 +26,7 @@ KEPT_OPS: frozenset[Any] = frozenset(
         aten.addmm.default,
         aten.bmm.default,
         aten.baddbmm.default,
+        aten._grouped_mm.default,  # experts'
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -86,10 +87,12 @@ def build(
     """The workload's model: checkpointed, its blocks compiled if asked, sharded by the engine, and initialised.
 
     Raises:
-        TrialError: outcome `invalid`; the model has no blocks, or not what the engine needs.
+        TrialError: outcome `invalid`; the model has no blocks, nothing to train, or not what the engine needs.
     """
     with torch.device("meta"):
         model = workload.build_model()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrialError(Outcome.INVALID, "the workload's model has no trainable parameter: nothing to train")
     blocks = workload.blocks(model)
     names = block_names(model, blocks)
     sizes_mib = block_mib(blocks, precision)

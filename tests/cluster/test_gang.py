@@ -32,7 +32,11 @@ def test_a_trial_reports_from_every_rank(runner: SlotRunner, texts: Path, tmp_pa
         ("raise", Outcome.CRASHED, "ValueError in warmup: no such thing"),
         ("exit0", Outcome.CRASHED, "rank 1"),
         ("hang", Outcome.TIMEOUT, "no end after 8 s"),
-        ("nan", Outcome.WRONG_NUMERICS, "the loss of step 0 is nan"),
+        (
+            "nan",
+            Outcome.WRONG_NUMERICS,
+            "the loss of the first step (no update yet: initial values or data) is nan",
+        ),
     ],
 )
 def test_one_rank_in_trouble_ends_the_gang_and_leaves_the_slot_clean(

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials import attention, data, entry, wrap
 from trials.engines import ShardedModel, fsdp2
-from trials.models import DecoderWorkload
 from trials.record import Knobs
 from trials.step import Stepper
+from trials.workload import Workload, load_workload
 
 
 class CountCollectives(TorchDispatchMode):
@@ -78,6 +78,7 @@ def gradients(model: nn.Module, blocks_per_unit: int = 1) -> dict[str, Tensor]:
         return {
             _plain(name, blocks_per_unit): full(p.grad if p.grad is not None else torch.full_like(p, torch.nan))
             for name, p in model.named_parameters()
+            if p.requires_grad
         }
 
 
@@ -85,13 +86,13 @@ def _plain(name: str, blocks_per_unit: int) -> str:
     """As in the plain model: without wrappers, and with the blocks in FSDP1's groups under their own numbers."""
     name = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "").removeprefix("module.")
     return re.sub(
-        r"^layers\.(\d+)\.blocks\.(\d+)",
-        lambda found: f"layers.{int(found[1]) * blocks_per_unit + int(found[2])}",
+        r"\b(layers|h)\.(\d+)\.blocks\.(\d+)",
+        lambda found: f"{found[1]}.{int(found[2]) * blocks_per_unit + int(found[3])}",
         name,
     )
 
 
-def reference(order: dict[str, Any], workload: DecoderWorkload, batch_size: int) -> Reference:
+def reference(order: dict[str, Any], workload: Workload, batch_size: int) -> Reference:
     """No FSDP, checkpointing, loader or micro-batches: the first samples of the shuffled data, by index."""
     model = workload.build_model()
     fsdp2.initialise(model, workload, torch.device("cpu"), order["seed"])
@@ -126,7 +127,7 @@ def equal_weights(model: nn.Module, expected: dict[str, Tensor], blocks_per_unit
     return [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-def build(order: dict[str, Any], config: dict[str, Any], workload: DecoderWorkload, mesh: DeviceMesh) -> ShardedModel:
+def build(order: dict[str, Any], config: dict[str, Any], workload: Workload, mesh: DeviceMesh) -> ShardedModel:
     """As `trials.entry.Rank` builds it."""
     return wrap.build(
         workload,
@@ -141,7 +142,7 @@ def build(order: dict[str, Any], config: dict[str, Any], workload: DecoderWorklo
 def run_config(
     order: dict[str, Any],
     config: dict[str, Any],
-    workload: DecoderWorkload,
+    workload: Workload,
     mesh: DeviceMesh,
     expected: Reference,
     loader: Any,
@@ -190,7 +191,14 @@ def main(order_path: str, result_path: str) -> None:
     order = json.loads(Path(order_path).read_text())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    workloads = {name: DecoderWorkload(order["seq_len"], config=model) for name, model in order["models"].items()}
+    workloads = {
+        name: load_workload(
+            order.get("workload", "decoder"),
+            {"seq_len": order["seq_len"], "config": model},
+            [str(Path(__file__).parent)],
+        )
+        for name, model in order["models"].items()
+    }
     loaders = {}
     for key, config in order["configs"].items():  # before any thread exists, as in trials.entry
         dataset = data.make_dataset({"source": order["source"]}, order["seq_len"], 256)

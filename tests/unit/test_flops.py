@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token, tflops_per_s, utilisation
 from trials.flops import counted_flops_per_token, matmul_params, model_flops
@@ -74,10 +75,13 @@ def test_unknown_convention_is_refused_with_the_known_ones() -> None:
         flops_per_token(1e9, 32, 4096, 2048, convention="6ND")
 
 
+@pytest.mark.parametrize("more", [{}, {"qkv_bias": True}, {"qk_norm": True, "head_size": 16}])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_formula_equals_torchs_count_on_meta(tie_embeddings: bool, num_kv_heads: int) -> None:
-    workload = decoder(tie_embeddings=tie_embeddings, num_kv_heads=num_kv_heads)
+def test_formula_equals_torchs_count_on_meta(
+    tie_embeddings: bool, num_kv_heads: int, more: dict[str, int | bool]
+) -> None:
+    workload = decoder(tie_embeddings=tie_embeddings, num_kv_heads=num_kv_heads, **more)
     useful = model_flops(workload, on_meta(workload), SEQ_LEN)
     assert useful.convention == PALM_MATMUL.name
     assert useful.per_token == counted_flops_per_token(workload, SEQ_LEN, "none")
@@ -118,6 +122,14 @@ def test_hfu_equals_mfu_without_checkpointing_and_exceeds_it_with() -> None:
     mfu = utilisation(1000.0, useful, 1.0)
     assert utilisation(1000.0, counted("none"), 1.0) == mfu
     assert utilisation(1000.0, counted("full"), 1.0) > mfu
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every_2", "selective_op"])
+def test_the_attention_backend_in_use_changes_no_count(mode: str) -> None:
+    usual = counted(mode)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(backend):
+            assert counted(mode) == usual
 
 
 def test_more_checkpointing_recomputes_more() -> None:

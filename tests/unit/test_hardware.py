@@ -28,7 +28,19 @@ LOOK_ALIKES = [
     "NVIDIA A1000",
     "NVIDIA A10M",
     "NVIDIA H800 NVL",
+    "NVIDIA A100X",
+    "NVIDIA A30X",
+    "NVIDIA H100L",
+    "NVIDIA L20",
+    "NVIDIA L40G",
     "NVIDIA L400",
+    "NVIDIA T4G",
+    "NVIDIA GB10",
+    "Tesla V100-DGXS-32GB",
+    "AMD Instinct MI300A",
+    "AMD Instinct MI308X",
+    "TPU v4 lite",
+    "TPU v7",
     "NVIDIA T400",
     "Quadro RTX 6000",
     "nvidia h100 80gb hbm3",
@@ -127,6 +139,38 @@ def test_fp32_takes_the_tf32_peak_only_where_tf32_is_allowed_and_exists() -> Non
     assert allowed == Peak(156.0, "tf32", "device table: A100 SXM4 80GB (dense tf32)")
     assert peak_for("NVIDIA A100-SXM4-80GB", "bf16", tf32=True).tflops_per_s == 312.0
     assert peak_for("Tesla T4", "fp32", tf32=True) == peak_for("Tesla T4", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "sm_count", "tflops_per_s"),
+    [
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 14, 312 * 14 / 108),
+        ("NVIDIA A100-PCIE-40GB MIG 2g.10gb", 28, 312 * 28 / 108),
+        ("NVIDIA A30 MIG 1g.6gb", 14, 165 * 14 / 56),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, 989.4 * 16 / 132),
+        ("NVIDIA H100 PCIe MIG 4g.40gb", 64, 756 * 64 / 114),
+        ("NVIDIA H200 MIG 3g.71gb", 60, 989.4 * 60 / 132),
+        ("NVIDIA B200 MIG 1g.23gb", 18, 2250 * 18 / 148),
+    ],
+)
+def test_a_slice_of_each_card_is_scaled_by_its_own_whole(device_name: str, sm_count: int, tflops_per_s: float) -> None:
+    peak = peak_for(device_name, "bf16", sm_count=sm_count)
+    assert peak.tflops_per_s == pytest.approx(tflops_per_s)
+    assert f"{sm_count} of " in peak.source
+
+
+@pytest.mark.parametrize(
+    "device_name", ["NVIDIA A40-48Q", "NVIDIA A10-24Q", "NVIDIA L40S-8Q", "GRID A100-PCIE-40GB-10C"]
+)
+def test_a_virtual_gpu_has_not_its_cards_peak(device_name: str) -> None:
+    peak = peak_for(device_name, "bf16", sm_count=84)
+    assert peak.tflops_per_s is None
+    assert "virtual GPU" in peak.source
+
+
+def test_mi250x_and_mi250_are_told_apart_by_their_compute_units() -> None:
+    assert peak_for(MI250_NAME, "bf16", sm_count=110).tflops_per_s == 191.5
+    assert peak_for(MI250_NAME, "bf16", sm_count=104).tflops_per_s == 181.0
 
 
 def test_mig_slice_gets_the_share_of_its_multiprocessors() -> None:

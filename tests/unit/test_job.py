@@ -53,7 +53,9 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
         ("batch.target_world_size=3", "no multiple of batch.target_world_size = 3"),
         ("batch.global_batch_tokens=4096", "give either global_batch_size (sequences) or global_batch_tokens"),
         ("model.config={}", "give either preset or config"),
-        ("model.preset=huge", "no such preset; known: tiny"),
+        ("model.preset=huge", "no such preset; known: llama2-13b"),
+        ("model.preset=llama3-7b", "no such preset; did you mean llama3-"),
+        ("model.workload=hub", "workload = 'hub': decoder, hf, or package.module:factory"),
         ("training.engines=[zero]", "training.engines.0 = 'zero'"),
         ("cluster.ranks_per_node=0", "cluster.ranks_per_node = 0: should be greater than 0"),
         ("cluster.memory_limit_gib=a", "hint: Per rank. On CUDA the caching allocator's cap"),
@@ -165,3 +167,38 @@ def test_exporting_bf16_reduces_as_the_trainer_does(trainer: str) -> None:
     assert make_job(training={"precision": "bf16"}).reduce_dtype == "fp32"
     with pytest.raises(UserError, match=f"{trainer}'s bf16 reduces gradients in bf16 .*; leave it at auto"):
         make_job(training={"precision": "bf16", "reduce_dtype": "fp32"}, export_for=trainer)
+
+
+def hf_job(tmp_path: Path, config: object) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(QUICK | {"model": {"workload": "hf", "config": config, "seq_len": 256}}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/config.json"])
+def test_a_models_config_file_becomes_part_of_the_job(tmp_path: Path, name: str) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "rope_theta": 1e4}')
+    job = load_job(str(hf_job(tmp_path, name)))
+    config = {"model_type": "llama", "hidden_size": 64, "rope_theta": 1e4}
+    assert job.model.factory_arguments() == {"config": config}
+    (tmp_path / "resolved.yaml").write_text(job.to_yaml())
+    assert load_job(str(tmp_path / "resolved.yaml")) == job
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ("meta-llama/Llama-3.1-8B", "models are not looked up or downloaded by name"),
+        ("broken", "is UTF-8 JSON"),
+        ("other.json", "names no model_type"),
+        ({"hidden_size": 64}, "at least model_type"),
+        (None, "at least model_type"),
+    ],
+)
+def test_what_is_no_models_config_is_refused(tmp_path: Path, config: object, complaint: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(UserError, match=complaint):
+        load_job(str(hf_job(tmp_path, config)))

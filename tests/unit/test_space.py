@@ -49,6 +49,13 @@ def test_bucket_caps_are_derived_from_the_blocks(space: SearchSpace) -> None:
     ]
 
 
+def test_a_model_of_one_block_has_one_unit_whatever_the_cap() -> None:
+    for caps in ("auto", [0.1, 25, 1000]):
+        space = make_space(num_blocks=1, space={"bucket_cap_mb": caps})
+        assert space.candidates["bucket_cap_mb"] == (2.82,)
+        assert space.baseline.blocks_per_unit == 1
+
+
 def test_caps_that_group_alike_are_one_candidate() -> None:
     space = make_space(space={"bucket_cap_mb": [0.5, 2.9, 25, 100]})
     assert space.candidates["bucket_cap_mb"] == (2.82, 11.26)

@@ -47,6 +47,12 @@ class Fsdp1:
         wrap = _Wrapper(plan)
         groups = plan.units
         grouped = max(len(blocks) for blocks in groups) > 1
+        if grouped and not getattr(plan.workload, "blocks_take_the_same", True):
+            raise TrialError(
+                Outcome.INVALID,
+                "fsdp1 with several blocks a unit hands each of them the same arguments, and this model's blocks take "
+                "different ones (full and sliding attention in turn). Use fsdp2, or one block a unit",
+            )
         units: list[nn.Module] = []
         for blocks in groups:
             unit = BlockGroup(blocks) if grouped else blocks[0]

@@ -1,0 +1,94 @@
+"""The figures of a row agree with each other, whatever was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.cluster.gang import GangResult
+from autotune.hardware import Peak
+from autotune.rows import Limits, ModelFacts, Study, history_row
+from tests.unit.conftest import make_job, make_space
+from trials.outcome import Outcome
+from trials.record import Knobs, Measure, RankReport, TrialSpec
+
+BASELINE = make_space().baseline
+TIMES_S = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
+FLOPS = st.floats(1e3, 1e13)
+PEAK = st.floats(1e-3, 1e5)
+
+
+def row_of(
+    times_s: list[float],
+    flops: float | None,
+    peak_tflops_per_s: float | None,
+    hardware_flops: float | None,
+    checkpointing: str = "none",
+) -> dict[str, Any]:
+    knobs = Knobs.from_dict(BASELINE.to_dict() | {"activation_checkpointing": checkpointing})
+    job = make_job()
+    spec = TrialSpec(
+        0, "explore", "decoder", {"preset": "tiny"}, 256, {}, 16, "fp32", "fp32", {}, 2, "cpu", 0, Measure(), knobs
+    )
+    report = RankReport(
+        rank=0,
+        outcome="ok",
+        micro_batch_tokens=knobs.micro_batch_size * 256,
+        num_steps=len(times_s),
+        block_times_s=times_s,
+        block_steps=[1] * len(times_s),
+        allocated_bytes=1,
+        hardware_flops_per_token=hardware_flops,
+    )
+    study = Study(
+        "s",
+        job,
+        ModelFacts(1, 1, flops, flops, "palm-matmul,full-attn"),
+        Peak(peak_tflops_per_s, "bf16", "test"),
+        Limits("cpu", None, 0.05),
+        "hash",
+        2,
+    )
+    reports = dict.fromkeys(range(2), report)
+    return history_row(spec, GangResult(Outcome.OK, "", None, reports, ["a"] * 2, 0.0, 1.0), study, "logs")
+
+
+@given(TIMES_S, FLOPS, PEAK)
+def test_tokens_time_flops_and_peak_give_the_same_mfu(times_s: list[float], flops: float, peak: float) -> None:
+    row = row_of(times_s, flops, peak, flops)
+    tokens = BASELINE.micro_batch_size * BASELINE.grad_accum_steps * 256
+    assert row["tokens_per_s_per_rank"] * row["step_time_s"] == pytest.approx(tokens)
+    assert row["model_tflops_per_s_per_rank"] * 1e12 == pytest.approx(row["tokens_per_s_per_rank"] * flops)
+    expected = row["tokens_per_s_per_rank"] * flops / (peak * 1e12)
+    if expected <= 1:
+        assert row["mfu"] == pytest.approx(expected)
+        assert row["hfu"] == row["mfu"]
+    else:
+        assert row["mfu"] is None, "the peak is wrong; tokens/s still competes"
+
+
+@given(TIMES_S, FLOPS, PEAK, st.floats(1, 1.4), st.sampled_from(["full", "every_2", "selective_op"]))
+def test_checkpointing_at_equal_time_never_raises_mfu(
+    times_s: list[float], flops: float, peak: float, recomputed: float, mode: str
+) -> None:
+    without, with_it = row_of(times_s, flops, peak, flops), row_of(times_s, flops, peak, flops * recomputed, mode)
+    assert with_it["mfu"] == without["mfu"]
+    if with_it["hfu"] is not None:
+        assert with_it["hfu"] >= with_it["mfu"]
+
+
+@given(TIMES_S, PEAK)
+def test_flops_that_are_not_known_leave_tokens_per_s_alone(times_s: list[float], peak: float) -> None:
+    row = row_of(times_s, None, peak, None)
+    assert row["mfu"] is row["mfu_causal"] is row["hfu"] is row["model_tflops_per_s_per_rank"] is None
+    assert row["tokens_per_s_per_rank"] > 0
+
+
+@given(TIMES_S, FLOPS)
+def test_a_peak_that_is_not_known_leaves_tokens_per_s_alone(times_s: list[float], flops: float) -> None:
+    row = row_of(times_s, flops, None, flops)
+    assert row["mfu"] is row["hfu"] is None
+    assert row["model_tflops_per_s_per_rank"] > 0
