@@ -21,6 +21,9 @@ from trials.record import Knobs, Measure, TrialSpec
 MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 
+PROFILED_STAGES = frozenset({"baseline", "finalist"})
+"""Few trials, and whose bottleneck people ask for. The rounds that decide stay free of it."""
+
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
 
@@ -62,6 +65,7 @@ def make_spec(
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
+        profile="breakdown" if stage in PROFILED_STAGES else "",
     )
 
 

@@ -67,6 +67,8 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._profiled: dict[Knobs, Attempt] = {}
+        """The latest profiled trial of each config that has one."""
 
     # --- the stages -------------------------------------------------------------------------------------------
 
@@ -238,6 +240,8 @@ class Run:
 
     def _trial(self, knobs: Knobs, stage: str, round_number: int | None = None, anew: bool = False) -> Attempt:
         attempt = self.measurer.measure(knobs, stage, round_number, anew)
+        if attempt.row.get("frac_compute") is not None:
+            self._profiled[knobs] = attempt
         if stage in ("baseline", "explore"):
             self.search.tell(knobs, attempt.told)
             self._attempts.append(attempt)
@@ -263,9 +267,9 @@ class Run:
         fallback = self._fallback(best)
         content = best_content(
             self.study,
-            best=Evidence(best, best_rate),
-            baseline=Evidence(baseline, baseline_rate),
-            fallback=Evidence(fallback) if fallback else None,
+            best=Evidence(best, best_rate, self._profiled.get(best.knobs)),
+            baseline=Evidence(baseline, baseline_rate, self._profiled.get(baseline.knobs)),
+            fallback=Evidence(fallback, profiled=self._profiled.get(fallback.knobs)) if fallback else None,
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
             complete=complete,
