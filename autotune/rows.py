@@ -135,7 +135,7 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     }
     row |= _environment(list(result.reports.values()))
     if result.outcome is Outcome.OK:
-        row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports) | _breakdown(result.reports)
+        row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports) | gang_breakdown(result.reports)
     return row
 
 
@@ -253,7 +253,7 @@ def _memory(reports: dict[int, RankReport]) -> dict[str, Any]:
     }
 
 
-def _breakdown(reports: dict[int, RankReport]) -> dict[str, Any]:
+def gang_breakdown(reports: dict[int, RankReport]) -> dict[str, Any]:
     """The gang's fractions are those of the rank that the others wait for: a mean would count waits as network."""
     told = [reports[rank].breakdown for rank in sorted(reports)]
     ranks = [Breakdown(**values) for values in told if values is not None]

@@ -77,8 +77,8 @@ def profile_step(
     unmarked, stepper.mark = stepper.mark, record_function
     try:
         with profile(activities=activities) as profiler:
-            stepper.drain(num_queued)
             start_together()
+            stepper.drain(num_queued)
             for _ in range(2):
                 with record_function(STEP_MARK):
                     stepper.step()

@@ -13,7 +13,7 @@ from rich.console import Console
 from autotune.diagnose import diagnose, upper_bound
 from autotune.history import History
 from autotune.report.tables import print_best
-from autotune.rows import Limits, _breakdown, attempt_from_row
+from autotune.rows import Limits, attempt_from_row, gang_breakdown
 from tests.ranks.harness import make_spec
 from tests.unit.conftest import make_space
 from tests.unit.test_history import row as stored_row
@@ -46,7 +46,7 @@ def row(*ranks: Breakdown, **changes: Any) -> dict[str, Any]:
         "flops_per_token": 6e9,
         "hardware_flops_per_token": 6e9,
     }
-    return values | _breakdown(reports) | changes
+    return values | gang_breakdown(reports) | changes
 
 
 def both(**parts: Any) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def test_without_a_breakdown_the_loader_and_the_memory_are_still_known():
 
 def test_a_gang_of_which_one_rank_could_not_be_profiled_has_no_breakdown():
     reports = {0: RankReport(0, breakdown=rank().to_dict()), 1: RankReport(1)}
-    assert _breakdown(reports) == {}
+    assert gang_breakdown(reports) == {}
 
 
 def test_a_breakdown_survives_the_history(tmp_path):
