@@ -62,10 +62,10 @@ def profile_step(
     start_together: Callable[[], None],
     trace: Path | None = None,
 ) -> Breakdown:
-    """Runs two steps under the profiler, and breaks down the second.
+    """Runs a short step and a whole one under the profiler, and breaks down the whole one.
 
-    The first leaves the second what a step finds in a long run: the profiler warm, the GPU's queue filled, and the
-    loader's queue as full as the loader's own speed keeps it.
+    The short one leaves what a step finds in a long run: the profiler warm, the GPU's queue filled, and the loader's
+    queue as full as the loader's own speed keeps it.
 
     Args:
         num_queued: batches that the loader may have got ready while the profiler started.
@@ -79,9 +79,10 @@ def profile_step(
         with profile(activities=activities) as profiler:
             start_together()
             stepper.drain(num_queued)
-            for _ in range(2):
-                with record_function(STEP_MARK):
-                    stepper.step()
+            with record_function(STEP_MARK):
+                stepper.step(min(max(num_queued, 1), stepper.knobs.grad_accum_steps))
+            with record_function(STEP_MARK):
+                stepper.step()
             synchronize()
     finally:
         stepper.mark = unmarked
