@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autotune.report.text import mfu_label
 from autotune.rows import Limits
 from trials.breakdown import FRACTIONS, Breakdown
 
@@ -71,7 +70,7 @@ def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
         *_compute(parts, row),
     ]
     found.sort(key=lambda finding: finding.upper_bound or 0.0, reverse=True)
-    return memory + (found or [_nothing_over_a_threshold(parts, row)])
+    return memory + (found or [_nothing_over_a_threshold(parts)])
 
 
 def _memory(row: dict[str, Any], limits: Limits) -> Iterator[Finding]:
@@ -192,11 +191,10 @@ def _compute(parts: dict[str, float], row: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _nothing_over_a_threshold(parts: dict[str, float], row: dict[str, Any]) -> Finding:
+def _nothing_over_a_threshold(parts: dict[str, float]) -> Finding:
     compute = parts["compute"]
     if compute >= COMPUTE_BOUND:
-        mfu = f", {mfu_label(row.get('peak_source'))} {_percent(row['mfu'])}" if row.get("mfu") is not None else ""
-        evidence = f"{_percent(compute)} of the step is compute{mfu}: little is left to hide or to save"
+        evidence = f"{_percent(compute)} of the step is compute: little is left to hide or to save"
         return Finding("compute-bound", evidence, upper_bound(1 - compute), ("a lower precision", "more ranks"))
     losses = sorted((name for name in parts if name != "compute"), key=lambda name: parts[name], reverse=True)[:2]
     evidence = "no part stands out; most goes to " + " and ".join(f"{name} {_percent(parts[name])}" for name in losses)

@@ -60,7 +60,7 @@ def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
         bound, to_try = finding.get("upper_bound"), ", ".join(finding.get("to_try") or [])
         lines.append(
             f"  {finding['name']}: {finding['evidence']}"
-            + (f"; without it at most {100 * bound:+.0f} %" if bound is not None else "")
+            + (f"; gain at most {100 * bound:+.0f} %" if bound is not None else "")
             + (f"; try {to_try}" if to_try else "")
         )
     return [printable(line) for line in lines]

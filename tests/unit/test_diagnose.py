@@ -177,7 +177,7 @@ def test_the_result_says_where_the_step_goes_and_what_bounds_it(capsys):
     print_best(Console(width=200, highlight=False), content)
     shown = capsys.readouterr().out
     assert "A step of baseline: compute 80.0 %, data wait 20.0 %" in shown
-    assert "data-bound: the ranks wait for the loader 20 % of the step; without it at most +25 %; try more" in shown
+    assert "data-bound: the ranks wait for the loader 20 % of the step; gain at most +25 %; try more" in shown
     assert "A step of best" not in shown
 
 
