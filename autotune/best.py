@@ -10,12 +10,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from autotune.diagnose import diagnose
 from autotune.errors import UserError
 from autotune.export.base import Best
 from autotune.job import UNPARSABLE
 from autotune.report.text import gib, mfu_label, percent, rate
-from autotune.rows import Attempt, Study
+from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
+from trials.breakdown import FRACTIONS
 from trials.files import write_whole
 from trials.record import Knobs
 
@@ -32,8 +34,10 @@ class Evidence:
     attempt: Attempt
     rate: float | None = None
     """Tokens/s per rank over fresh rounds; None: only the one trial's is known."""
+    profiled: Attempt | None = None
+    """The trial of this config that shows where its step's time goes; None: none was profiled."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, limits: Limits) -> dict[str, Any]:
         """Figures with their units; those that follow from throughput are scaled to `rate`."""
         attempt, row = self.attempt, self.attempt.row
         measured = attempt.tokens_per_s_per_rank
@@ -51,7 +55,17 @@ class Evidence:
             "hfu": scaled(row.get("hfu")),
             "allocated_gib": row.get("allocated_gib"),
             "reserved_gib": row.get("reserved_gib"),
+            "breakdown": self._breakdown(),
+            "bottlenecks": [finding.to_dict() for finding in diagnose((self.profiled or attempt).row, limits)],
         }
+
+    def _breakdown(self) -> dict[str, Any] | None:
+        """Fractions of a step, which sum to 1."""
+        if self.profiled is None:
+            return None
+        row = self.profiled.row
+        fractions = {name: row[f"frac_{name}"] for name in FRACTIONS}
+        return {"trial": self.profiled.trial} | fractions | {"non_matmul_share": row["non_matmul_share"]}
 
 
 def best_content(
@@ -82,7 +96,7 @@ def best_content(
             "global_batch_size": job.global_batch_size,
             "seq_len": job.model.seq_len,
         },
-        "evidence": best.to_dict(),
+        "evidence": best.to_dict(study.limits),
         "gain": (
             {
                 "ratio": verdict.ratio,
@@ -95,8 +109,8 @@ def best_content(
             if verdict and candidate
             else None
         ),
-        "baseline": _with_settings(baseline),
-        "fallback": _with_settings(fallback) if fallback else None,
+        "baseline": _with_settings(baseline, study.limits),
+        "fallback": _with_settings(fallback, study.limits) if fallback else None,
         "conventions": {
             "flops_convention": study.model.flops_convention,
             "flops_per_token": study.model.flops_per_token,
@@ -121,8 +135,8 @@ def best_content(
     }
 
 
-def _with_settings(evidence: Evidence) -> dict[str, Any]:
-    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict()
+def _with_settings(evidence: Evidence, limits: Limits) -> dict[str, Any]:
+    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict(limits)
 
 
 def write_best(path: Path, content: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ a dot (which readers skip), synced, renamed.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trials.breakdown import Breakdown
 from trials.files import write_whole
 
 SCHEMA_VERSION = 1
@@ -47,6 +49,7 @@ _KNOBS = pa.struct(
     ]
 )
 _SECONDS = pa.list_(pa.float64())
+_BREAKDOWN = pa.struct([(field.name, pa.float64()) for field in dataclasses.fields(Breakdown)])
 _TIME = pa.timestamp("us", tz="UTC")
 
 SCHEMA = pa.schema(
@@ -93,12 +96,15 @@ SCHEMA = pa.schema(
         ),  # CUDA: peak reserved; CPU: growth of the data segment, what the limit sees
         ("limit_gib", pa.float64()),
         ("alloc_retries", pa.int32()),
+        # Of the profiled step, on the rank that the others wait for; null in trials that were not profiled.
         ("frac_compute", pa.float64()),
         ("frac_exposed_comm", pa.float64()),
         ("frac_exposed_copy", pa.float64()),
         ("frac_data_wait", pa.float64()),
         ("frac_optimizer", pa.float64()),
         ("frac_idle", pa.float64()),
+        ("non_matmul_share", pa.float64()),  # of the compute outside of the optimizer, on the same rank
+        ("rank_breakdowns", pa.list_(_BREAKDOWN)),  # of the profiled step, one a rank
         (
             "losses",
             pa.list_(pa.float64()),

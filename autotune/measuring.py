@@ -25,6 +25,8 @@ MAX_RETRIES = 2
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
 SIDE_BY_SIDE = "explore"
 """The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
+PROFILED_STAGES = frozenset({"baseline", "finalist"})
+"""Few trials, and whose bottleneck people ask for. The rounds that decide stay free of it."""
 
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
@@ -67,6 +69,7 @@ def make_spec(
         process_group_timeout_s=measure.trial_timeout_s,
         compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
+        profile="breakdown" if stage in PROFILED_STAGES else "",
     )
 
 

@@ -12,6 +12,7 @@ from autotune.cluster.gang import GangResult
 from autotune.hardware import Peak
 from autotune.job import Job
 from autotune.search.study import Told
+from trials.breakdown import Breakdown, pacing_rank
 from trials.conventions import tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
 from trials.record import Knobs, RankReport, TrialSpec, digest
@@ -50,6 +51,11 @@ class Limits:
         if self.limit_gib is None:
             return -1.0
         return used_gib / (self.limit_gib * (1 - self.headroom)) - 1
+
+    def judged_gib(self, row: dict[str, Any]) -> float | None:
+        """Memory of a row of the history on the scale that the limit judges, worst rank."""
+        used: float | None = row.get("reserved_gib") if self.device == "cpu" else row.get("allocated_gib")
+        return used
 
     @property
     def least_oom_over_limit(self) -> float:
@@ -107,7 +113,7 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
     for name in ("allocated_gib", "reserved_gib", "hardware_flops_per_token", "mfu", "mfu_causal", "hfu"):
         if row.get(name) is not None and not _is_figure(row[name]):
             raise ValueError(f"{name} {row[name]}")
-    used = row.get("reserved_gib") if limits.device == "cpu" else row.get("allocated_gib")
+    used = limits.judged_gib(row)
     over = 0.0
     if outcome is Outcome.OK:
         rate = row["tokens_per_s_per_rank"]
@@ -149,7 +155,7 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     }
     row |= _environment(list(result.reports.values()))
     if result.outcome is Outcome.OK:
-        row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports)
+        row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports) | gang_breakdown(result.reports)
     return row
 
 
@@ -264,4 +270,17 @@ def _memory(reports: dict[int, RankReport]) -> dict[str, Any]:
         "allocated_gib": max(tracked) / GIB if len(tracked) == len(reports) else None,
         "reserved_gib": max(report.reserved_bytes for report in reports.values()) / GIB,
         "alloc_retries": max(report.alloc_retries for report in reports.values()),
+    }
+
+
+def gang_breakdown(reports: dict[int, RankReport]) -> dict[str, Any]:
+    """The gang's fractions are those of the rank that the others wait for: a mean would count waits as network."""
+    told = [reports[rank].breakdown for rank in sorted(reports)]
+    ranks = [Breakdown(**values) for values in told if values is not None]
+    if not ranks or len(ranks) < len(told):
+        return {}
+    pacing = ranks[pacing_rank(ranks)]
+    return {f"frac_{name}": value for name, value in pacing.fractions().items()} | {
+        "non_matmul_share": pacing.non_matmul_share,
+        "rank_breakdowns": [rank.to_dict() for rank in ranks],
     }

@@ -70,6 +70,8 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._profiled: dict[Knobs, Attempt] = {}
+        """The latest profiled trial of each config that has one."""
 
     # --- the stages -------------------------------------------------------------------------------------------
 
@@ -278,6 +280,8 @@ class Run:
         return attempt
 
     def _take_in(self, attempt: Attempt) -> None:
+        if attempt.row.get("frac_compute") is not None:
+            self._profiled[attempt.knobs] = attempt
         if attempt.stage in ("baseline", "explore"):
             self.search.tell(attempt.knobs, attempt.told)
             self._attempts.append(attempt)
@@ -302,9 +306,9 @@ class Run:
         fallback = self._fallback(best)
         content = best_content(
             self.study,
-            best=Evidence(best, best_rate),
-            baseline=Evidence(baseline, baseline_rate),
-            fallback=Evidence(fallback) if fallback else None,
+            best=Evidence(best, best_rate, self._profiled.get(best.knobs)),
+            baseline=Evidence(baseline, baseline_rate, self._profiled.get(baseline.knobs)),
+            fallback=Evidence(fallback, profiled=self._profiled.get(fallback.knobs)) if fallback else None,
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
             complete=complete,

@@ -1,7 +1,8 @@
 """What a rank process runs: set-up, measure, report, leave.
 
 Started as `python -P -m trials.entry ORDER` (a fresh interpreter) or as a fork of `trials.forkserver`. ORDER is a
-JSON file: {"spec": TrialSpec, "report": path}. Rank and rendezvous are in the environment, as torchrun sets them.
+JSON file: {"spec": TrialSpec, "report": path, "folder": the trial's, for what else it keeps, or null}. Rank and
+rendezvous are in the environment, as torchrun sets them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from trials import attention, data, flops, memory, survey, timing, wrap
+from trials import attention, data, flops, memory, profiled, survey, timing, wrap
 from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
@@ -39,8 +40,8 @@ from trials.workload import Workload, load_workload
 class Rank:
     """One rank of one trial, from the order to the report."""
 
-    def __init__(self, spec: TrialSpec, rank: int, local_rank: int) -> None:
-        self.spec, self.rank, self.local_rank = spec, rank, local_rank
+    def __init__(self, spec: TrialSpec, rank: int, local_rank: int, folder: Path | None = None) -> None:
+        self.spec, self.rank, self.local_rank, self.folder = spec, rank, local_rank, folder
         self.report = RankReport(
             rank=rank,
             started_at=time.time(),
@@ -140,8 +141,25 @@ class Rank:
             report.alloc_retries = retries - retries_before
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
+        if spec.profile:
+            self.enter("profile")
+            self._profile(stepper, queued)
         self.enter("flops")
         self._count_flops(workload, knobs)
+
+    def _profile(self, stepper: Stepper, num_queued: int) -> None:
+        """After the memory's peak has been taken: the profiler's own is not the config's."""
+        trace: Path | None = None
+        if self.spec.profile == "trace":
+            if self.folder is None:
+                self.report.warnings.append("no trace is kept of ranks on a node that does not see the run's folder")
+            else:
+                trace = self.folder / f"trace-rank-{self.rank}.json.gz"
+        if self.limit is not None:
+            self.limit.lift()
+        with self._beside_the_measurement("no breakdown of the step: the profiled step"):
+            found = profiled.profile_step(stepper, num_queued, self._synchronize, self._meet, trace)
+            self.report.breakdown = found.to_dict()
 
     def _count_flops(self, workload: Workload, knobs: Knobs) -> None:
         self.report.hardware_flops_per_token = self.spec.hardware_flops_per_token
@@ -266,6 +284,9 @@ class Rank:
         if self.spec.device == "cuda":
             torch.cuda.synchronize()
 
+    def _meet(self) -> None:
+        self._slowest(0.0)
+
     def _slowest(self, seconds: float) -> float:
         if self.limit is not None:
             self.limit.note()  # between blocks: a heap that creeps up shows here
@@ -304,7 +325,8 @@ def run_rank(order: dict[str, Any]) -> NoReturn:
     Peers only notice a process's death, and FSDP ranks have been seen to abort in the interpreter's own exit.
     """
     spec = TrialSpec.from_json(order["spec"])
-    rank = Rank(spec, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+    folder = Path(order["folder"]) if order.get("folder") else None
+    rank = Rank(spec, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), folder)
     code = 0
     try:
         rank.run()

@@ -252,6 +252,9 @@ class TrialSpec:
     """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
     tracked_bytes: int | None = None
     """Already tracked for this config (MemTracker's peak repeats exactly); None asks each CPU rank to track."""
+    profile: str = ""
+    """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
+    too, as trace-rank-N.json.gz in the trial's folder)."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -270,8 +273,8 @@ class TrialSpec:
         values = dataclasses.asdict(self)
         for label in ("trial", "stage", "round", "attempt", "import_paths"):
             del values[label]
-        for known_already in ("hardware_flops_per_token", "tracked_bytes"):
-            del values[known_already]
+        for beside_the_measurement in ("hardware_flops_per_token", "tracked_bytes", "profile"):
+            del values[beside_the_measurement]
         return digest(values)
 
 
@@ -291,7 +294,7 @@ class RankReport:
     reason: str = ""
     phase: str = "start"
     """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
-    memory, flops, done."""
+    memory, profile, flops, done."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""
@@ -320,6 +323,8 @@ class RankReport:
     warnings: list[str] = field(default_factory=list)
     """What could not be found out beside the measurement, for people."""
     hardware_flops_per_token: float | None = None
+    breakdown: dict[str, Any] | None = None
+    """Of the profiled step: the fields of `trials.breakdown.Breakdown`."""
     host: str = ""
     device_name: str = ""
     torch_version: str = ""

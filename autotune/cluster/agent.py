@@ -114,7 +114,11 @@ class NodeAgent:
             if folder is self._scratch:
                 self._remote_log.add(rank)
             self._logs[rank] = folder / f"rank-{rank}.log"
-            order = {"spec": spec_json, "report": str(self._report_path(rank))}
+            order = {
+                "spec": spec_json,
+                "report": str(self._report_path(rank)),
+                "folder": str(folder) if folder is shared else None,
+            }
             rank_env = {**self._env, **env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             self._pids[rank] = self._launcher.start(order, rank_env, self._logs[rank])
 

@@ -9,7 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.report.text import SHORT_NAMES, differences, gib, mfu_label, percent, printable, rate, value
+from autotune.report.text import (
+    SHORT_NAMES,
+    bottleneck_lines,
+    differences,
+    gib,
+    mfu_label,
+    percent,
+    printable,
+    rate,
+    value,
+)
 
 
 def print_best(console: Console, best: dict[str, Any]) -> None:
@@ -33,6 +43,10 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         ours, theirs = (value(setting) for setting in settings)
         table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
+    shown = {"baseline": baseline} | ({"best": evidence} if evidence["trial"] != baseline["trial"] else {})
+    for name, figures in shown.items():
+        for line in bottleneck_lines(name, figures):
+            console.print(Text(line), soft_wrap=True)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
 
 
@@ -89,6 +103,8 @@ def print_trial(console: Console, row: dict[str, Any]) -> None:
             shown = ", ".join(f"{k} {_number(v)}" for k, v in content.items())
         elif isinstance(content, list) and content and isinstance(content[0], list):
             shown = f"{len(content)} ranks x {len(content[0])}"
+        elif isinstance(content, list) and content and isinstance(content[0], dict):
+            shown = "; ".join(", ".join(f"{k} {_number(v)}" for k, v in part.items()) for part in content)
         elif isinstance(content, list):
             shown = ", ".join(_number(v) for v in content)
         else:

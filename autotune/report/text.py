@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trials.breakdown import FRACTIONS
+
 SHORT_NAMES = {
     "micro_batch_size": "micro",
     "grad_accum_steps": "accum",
@@ -30,6 +32,8 @@ SHORT_NAMES = {
     "attention_backend": "attention",
     "fused_optimizer": "fused adamw",
 }
+LEAST_SHOWN = 0.005
+"""Of a step; less is not listed."""
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 
 
@@ -63,6 +67,23 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
         if name in knobs and name not in _DERIVED and knobs[name] != baseline.get(name)
     ]
     return ", ".join(changed) or "as baseline"
+
+
+def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    """Where a step of a config in best.yaml goes, and what bounds it; nothing if that is not known."""
+    lines = []
+    if figures.get("breakdown"):
+        shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]
+        parts = [f"{part} {percent(share)}" for part, share in shares if share is not None and share >= LEAST_SHOWN]
+        lines.append(f"A step of {name}: {', '.join(parts)}")
+    for finding in figures.get("bottlenecks") or []:
+        bound, to_try = finding.get("upper_bound"), ", ".join(finding.get("to_try") or [])
+        lines.append(
+            f"  {finding['name']}: {finding['evidence']}"
+            + (f"; gain at most {100 * bound:+.0f} %" if bound is not None else "")
+            + (f"; try {to_try}" if to_try else "")
+        )
+    return [printable(line) for line in lines]
 
 
 def percent(fraction: float | None) -> str:

@@ -26,6 +26,7 @@ from autotune.job import load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
 from tests.cluster.conftest import CONFIG, rank_processes, write_job
+from trials.breakdown import FRACTIONS
 
 AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
 
@@ -78,6 +79,7 @@ def test_the_screen_ends_in_the_table_and_the_next_command(finished: Path) -> No
         "MFU (cpu probe)",
         "HFU",
         "memory",
+        "A step of baseline: ",
         "Verdict:",
         "export run --to plain",
     ):
@@ -123,6 +125,20 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
             assert row["hfu"] > row["mfu"]
         assert len(row["rank_step_times_s"]) == 2
         assert row["mfu_causal"] < row["mfu"]
+
+
+def test_baseline_and_finalists_say_where_their_step_goes(finished: Path) -> None:
+    for row in rows(finished):
+        fractions = [row[name] for name in row if name.startswith("frac_")]
+        if row["stage"] in ("baseline", "finalist"):
+            assert sum(fractions) == pytest.approx(1)
+            assert len(row["rank_breakdowns"]) == row["world_size"]
+        else:
+            assert fractions == [None] * 6
+    best = yaml.safe_load((finished / "run" / "best.yaml").read_text())
+    for part in (best["baseline"], best["evidence"]):
+        assert part["bottlenecks"]
+        assert sum(part["breakdown"][name] for name in FRACTIONS) == pytest.approx(1)
 
 
 def test_a_config_trains_on_the_same_data_to_the_same_losses(finished: Path) -> None:

@@ -100,7 +100,7 @@ def run_gpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrialSpec], G
         folder = tmp_path_factory.mktemp("rank")
         report, log = folder / "rank0.json", folder / "rank0.log"
         launcher = ExecLauncher()
-        order = {"spec": spec.to_json(), "report": str(report)}
+        order = {"spec": spec.to_json(), "report": str(report), "folder": str(folder)}
         pid = launcher.start(order, rank_env(0, 1, free_port()), log)
         deadline = time.monotonic() + WAIT_S
         codes: dict[int, int] = {}
@@ -108,6 +108,8 @@ def run_gpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TrialSpec], G
             codes = launcher.ended(1.0)
         assert kill_groups([pid]) == []
         assert codes, f"no end after {WAIT_S} s\n{show_logs([log])}"
-        return Gang([codes[pid]], [RankReport.from_json(report.read_text()) if report.exists() else None], [log])
+        return Gang(
+            [codes[pid]], [RankReport.from_json(report.read_text()) if report.exists() else None], [log], folder
+        )
 
     return run

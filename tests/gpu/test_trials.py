@@ -10,6 +10,7 @@ import torch
 
 from autotune.hardware import peak_for
 from tests.gpu.conftest import ENGINES, SMALL, gpu_spec
+from trials.breakdown import Breakdown
 from trials.conventions import utilisation
 from trials.models import DecoderWorkload
 from trials.outcome import Outcome
@@ -136,3 +137,17 @@ def test_a_decoder_of_1b_shape_has_an_mfu(run_gpu, texts):
     print(f"{name}: {rate:,.0f} tokens/s, MFU {mfu:.1%} of {peak.tflops_per_s} TFLOP/s ({peak.source})")
     assert 0 < mfu < 1
     assert report.hardware_flops_per_token == pytest.approx(found["flops_per_token"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_profiled_step_is_kernels_and_the_update_has_its_own(run_gpu, texts, engine):
+    gang = run_gpu(gpu_spec(texts, micro_batch_size=8, profile="trace", **ENGINES[engine]))
+    assert gang.outcome is Outcome.OK, str(gang)
+    found = Breakdown(**gang.reports[0].breakdown)
+    print(f"{engine}: {found.fractions()}, {found}")
+    assert sum(found.fractions().values()) == pytest.approx(1)
+    assert found.compute_s > 0
+    assert found.optimizer_s > 0, "kernels are matched with the launches inside the update"
+    assert 0 < found.non_matmul_share < 1
+    assert found.median_kernel_us > 0
+    assert (gang.folder / "trace-rank-0.json.gz").exists()

@@ -103,6 +103,8 @@ class Gang:
     """None: killed, since a peer had failed."""
     reports: list[RankReport | None]
     logs: list[Path]
+    folder: Path
+    """Where the trial leaves what it keeps beside its reports."""
 
     @property
     def outcome(self) -> Outcome:
@@ -142,7 +144,7 @@ class RankServer:
         port = free_port()
         pids = [
             self._launcher.start(
-                {"spec": spec.to_json(), "report": str(reports[rank])},
+                {"spec": spec.to_json(), "report": str(reports[rank]), "folder": str(folder)},
                 rank_env(rank, spec.world_size, port, num_threads),
                 logs[rank],
             )
@@ -162,6 +164,7 @@ class RankServer:
             [codes.get(pid) for pid in pids],
             [RankReport.from_json(path.read_text()) if path.exists() else None for path in reports],
             logs,
+            folder,
         )
 
     def close(self) -> None:

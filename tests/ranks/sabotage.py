@@ -6,6 +6,7 @@ A spec names one as `sabotage:decoder`, with this folder in `import_paths`; all 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -160,6 +161,23 @@ def _reduced_in_fp32() -> None:
     base.Plan.gradient_dtype = property(lambda _: torch.float32)
 
 
+def _slow_collate(samples: list[Tensor]) -> Tensor:
+    time.sleep(0.3)
+    return torch.stack(samples)
+
+
+def _slow_compute() -> None:
+    loss = DecoderWorkload.loss
+    weights = torch.ones(1024, 1024)
+
+    def slow(self: DecoderWorkload, model: nn.Module, tokens: Tensor) -> Tensor:
+        for _ in range(8):
+            weights @ weights
+        return loss(self, model, tokens)
+
+    DecoderWorkload.loss = slow
+
+
 def _no_fsdp() -> None:
     fsdp2.fully_shard = lambda module, **_: module
 
@@ -178,6 +196,8 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "block_missed": _checkpointing_misses_a_block,
     "num_workers": lambda: _change_loader(num_workers=1),
     "prefetch_factor": lambda: _change_loader(prefetch_factor=3),
+    "slow_loader": lambda: _change_loader(collate_fn=_slow_collate),
+    "slow_compute": _slow_compute,
     "engine": _no_fsdp,
     "fsdp1_sharding": lambda: _change_fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     "fsdp1_limit_all_gathers": lambda: _change_fsdp1(limit_all_gathers=True),
