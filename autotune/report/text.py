@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trials.breakdown import FRACTIONS
 
 SHORT_NAMES = {
     "micro_batch_size": "micro",
@@ -64,13 +63,16 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
     changed = [
         f"{SHORT_NAMES[name]} {value(knobs[name])}"
         for name in SHORT_NAMES
-        if name in knobs and name not in _DERIVED and knobs[name] != baseline.get(name)
+        # None is a knob of another engine, which `engine` says.
+        if knobs.get(name) is not None and name not in _DERIVED and knobs[name] != baseline.get(name)
     ]
     return ", ".join(changed) or "as baseline"
 
 
 def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
     """Where a step of a config in best.yaml goes, and what bounds it; nothing if that is not known."""
+    from trials.breakdown import FRACTIONS  # late: errors are printed by this module before `trials` is known as ours
+
     lines = []
     if figures.get("breakdown"):
         shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]
