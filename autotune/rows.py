@@ -14,7 +14,7 @@ from autotune.job import Job
 from autotune.search.study import Told
 from trials.conventions import tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
-from trials.record import Knobs, RankReport, TrialSpec, digest
+from trials.record import SYNTHETIC, Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
@@ -155,6 +155,7 @@ def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str)
         "world_size": spec.world_size,
         "hosts": result.hosts,
         "workload_digest": workload_digest(spec),
+        "loader_measured": spec.data["source"] != SYNTHETIC,
         "simulated": False,
     }
 

@@ -82,6 +82,8 @@ class SearchSpace:
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
+        self.has_loader = not job.data.is_synthetic
+        self._note_no_loader(job)
         self.baseline = self._baseline(job)
         self.candidates = self._resolve(job)
         if job.export_for is not None:
@@ -97,6 +99,8 @@ class SearchSpace:
     def _baseline(self, job: Job) -> Knobs:
         base = job.baseline
         workers = self.default_workers(job) if base.num_workers is None else base.num_workers
+        if not self.has_loader:
+            workers = 0
         return self.canonical(
             Knobs(
                 micro_batch_size=base.micro_batch_size,
@@ -115,6 +119,18 @@ class SearchSpace:
             )
         )
 
+    def _note_no_loader(self, job: Job) -> None:
+        asked = {
+            "baseline.num_workers": job.baseline.num_workers,
+            "space.num_workers": job.space.num_workers,
+            "space.prefetch_factor": job.space.prefetch_factor,
+        }
+        told = [name for name, value in asked.items() if value not in (None, 0, (0,))]
+        if told and not self.has_loader:
+            self.notes.append(
+                f"{', '.join(told)}: synthetic data has no loader to tune; num_workers is kept at 0, which is no advice"
+            )
+
     def default_workers(self, job: Job) -> int:
         """CPUs this process may use, shared out over the ranks, less the one each rank runs on."""
         return max(0, self.facts.cpus_allowed // job.cluster.ranks_per_node - 1)
@@ -129,7 +145,7 @@ class SearchSpace:
             "bucket_cap_mb": self._bucket_caps(job),
             "activation_checkpointing": self._checkpointing(job),
             "num_workers": self._workers(job),
-            "prefetch_factor": asked.prefetch_factor or (job.baseline.prefetch_factor,),
+            "prefetch_factor": (self.has_loader and asked.prefetch_factor) or (job.baseline.prefetch_factor,),
             "engine": job.training.engines,
         }
         if "fsdp1" in job.training.engines:
@@ -174,7 +190,7 @@ class SearchSpace:
 
     def _workers(self, job: Job) -> tuple[int, ...]:
         asked = job.space.num_workers
-        if asked is None:
+        if asked is None or not self.has_loader:
             return (self.baseline.num_workers,)
         if asked != "auto":
             return asked

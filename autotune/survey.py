@@ -33,6 +33,8 @@ class Survey:
     space: SearchSpace
     device_name: str
     num_blocks: int
+    data: str
+    """What is trained on, for people."""
 
     def describe(self) -> str:
         """For the screen: model, batch, device, peak and limit, with units."""
@@ -49,6 +51,7 @@ class Survey:
             f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
+            f"  data: {self.data}\n"
             f"  device: {self.device_name}, {self.study.world_size} ranks; peak: {known}\n"
             f"  memory limit: {limit}"
             + (
@@ -155,4 +158,16 @@ def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
         space_hash=space.hash,
         world_size=runner.world_size,
     )
-    return Survey(study, space, content["device_name"], found["num_blocks"])
+    return Survey(
+        study, space, content["device_name"], found["num_blocks"], _describe_data(job, found, runner.world_size)
+    )
+
+
+def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
+    if job.data.is_synthetic:
+        return str(found["data"])
+    batch = job.global_batch_size // job.batch.target_world_size * world_size
+    return (
+        f"{found['data']}; {found['num_sequences']:,} sequences, the first comes again after "
+        f"{found['num_sequences'] / batch:,.1f} steps of a trial"
+    )

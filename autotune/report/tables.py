@@ -9,7 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.report.text import SHORT_NAMES, differences, gib, mfu_label, percent, printable, rate, value
+from autotune.report.text import (
+    SHORT_NAMES,
+    differences,
+    gib,
+    loader_advice,
+    mfu_label,
+    percent,
+    printable,
+    rate,
+    value,
+)
 
 
 def print_best(console: Console, best: dict[str, Any]) -> None:
@@ -34,6 +44,9 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
+    advice = loader_advice(best)
+    if advice:
+        console.print(Text(advice), soft_wrap=True)
 
 
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:

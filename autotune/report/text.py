@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trials.formats import LOADER_NOT_MEASURED
+
 SHORT_NAMES = {
     "micro_batch_size": "micro",
     "grad_accum_steps": "accum",
@@ -20,6 +22,14 @@ SHORT_NAMES = {
     "forward_prefetch": "forward prefetch",
 }
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
+
+
+def loader_advice(best: dict[str, Any]) -> str | None:
+    """What to say of a best.yaml whose figures leave out what the data loader costs; None if they do not."""
+    if best.get("data", {}).get("loader_measured", True):
+        return None
+    said = LOADER_NOT_MEASURED[0].upper() + LOADER_NOT_MEASURED[1:]
+    return f"{said}: num_workers and prefetch_factor are no advice, keep your own."
 
 
 def printable(text: str) -> str:
