@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trials.data.documents import Documents
 from trials.data.errors import DataError
-from trials.data.index import TextIndex, cached_index, index_of_files
+from trials.data.index import Array, TextIndex, cached_index, index_of_files
 from trials.data.jsonl import JsonlDocuments
 from trials.data.parquet import ParquetDocuments
 from trials.data.sequences import Sequences
@@ -58,15 +58,15 @@ class PackedText(Sequences):
             self.description += f"; indexed in {spent_s:.0f} s, which later trials find done"
 
     def __getitem__(self, index: int) -> Tensor:
-        position, missing = index * self.seq_len, self.seq_len + 1
-        piece = int(np.searchsorted(self.index.token_end, position, side="right"))
-        parts = []
-        while missing:
-            first = position - (int(self.index.token_end[piece - 1]) if piece else 0)
-            part = self._tokens(piece, first, missing)
-            parts.append(part)
-            position, missing, piece = position + len(part), missing - len(part), piece + 1
-        return torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        start = index * self.seq_len
+        stop = start + self.seq_len + 1
+        first = int(np.searchsorted(self.index.token_end, start, side="right"))
+        last = int(np.searchsorted(self.index.token_end, stop, side="left"))
+        if isinstance(self.tokenizer, ByteTokenizer):
+            tokens = np.concatenate([self._bytes(piece, start, stop) for piece in range(first, last + 1)])
+        else:
+            tokens = self._encoded(first, last)[start - self._token_start(first) :][: stop - start]
+        return torch.from_numpy(tokens)
 
     def order(self, seed: int) -> Tensor:
         """Shuffled, but for what is read as a stream: going back and forth would read a row group a sample."""
@@ -76,34 +76,47 @@ class PackedText(Sequences):
         source, bytes_only = self.source, isinstance(self.tokenizer, ByteTokenizer)
         if source.format == "text" and bytes_only:
             return index_of_files(source.sizes, most_bytes)
-        # A sample tokenises whole pieces: with these, a quarter more than it needs, at four bytes a token.
-        piece_bytes = None if bytes_only else max(self.seq_len, _LEAST_PIECE_BYTES)
+        # A sample tokenises whole pieces: with these, an eighth more than it needs, at four bytes a token.
+        piece_bytes = None if bytes_only else max(self.seq_len // 2, _LEAST_PIECE_BYTES)
         field = None if source.format == "text" else text_field
         return cached_index(source, self.documents, field, self.tokenizer, piece_bytes, most_bytes)
 
-    def _tokens(self, piece: int, first: int, most: int) -> np.ndarray[Any, Any]:
-        """Tokens of a piece from the `first` on, and not more than `most`."""
-        file, position, begin, end, is_last = (
-            int(column[piece])
-            for column in (self.index.file, self.index.position, self.index.begin, self.index.end, self.index.is_last)
-        )
-        tail = np.array(self.tokenizer.end if is_last else (), np.int64)
-        before = int(self.index.token_end[piece - 1]) if piece else 0
+    def _bytes(self, piece: int, start: int, stop: int) -> Array:
+        """Those tokens of a piece that lie in start .. stop of the whole; nothing else is read."""
+        before, tail = self._token_start(piece), self._tail(piece)
         num_of_text = int(self.index.token_end[piece]) - before - len(tail)
-        wanted = max(0, min(most, num_of_text - first))
-        if isinstance(self.tokenizer, ByteTokenizer):  # only what is needed is read
-            text = self.documents.read(file, position, begin + first, begin + first + wanted) if wanted else b""
-            tokens = np.frombuffer(text, np.uint8).astype(np.int64)
-            is_as_indexed = len(tokens) == wanted
-        else:
-            (ids,) = self.tokenizer.encode([self.documents.read(file, position, begin, end)])
-            tokens = np.array(ids, np.int64)[first : first + wanted]
-            is_as_indexed = len(ids) == num_of_text
-        if not is_as_indexed:
-            raise DataError(f"{self.source.files[file]} changed while it was used")
-        if wanted == most or not len(tail):
-            return tokens
-        return np.concatenate([tokens, tail[max(0, first - num_of_text) :]])[:most]
+        begin, end = max(start - before, 0), min(stop - before, num_of_text)
+        text = self._read(piece, begin, end) if begin < end else b""
+        if len(text) != max(0, end - begin):
+            raise self._changed(piece)
+        rest = tail[max(0, start - before - num_of_text) : max(0, stop - before - num_of_text)]
+        return np.concatenate([np.frombuffer(text, np.uint8).astype(np.int64), np.array(rest, np.int64)])
+
+    def _encoded(self, first: int, last: int) -> Array:
+        """All tokens of the pieces first .. last."""
+        pieces = range(first, last + 1)
+        tokens: list[int] = []
+        for piece, ids in zip(pieces, self.tokenizer.encode([self._read(piece) for piece in pieces]), strict=True):
+            tokens += [*ids, *self._tail(piece)]
+            if len(tokens) != self.index.token_end[piece] - self._token_start(first):
+                raise self._changed(piece)
+        return np.array(tokens, np.int64)
+
+    def _token_start(self, piece: int) -> int:
+        return int(self.index.token_end[piece - 1]) if piece else 0
+
+    def _tail(self, piece: int) -> tuple[int, ...]:
+        return self.tokenizer.end if self.index.is_last[piece] else ()
+
+    def _read(self, piece: int, begin: int = 0, end: int | None = None) -> bytes:
+        """Text of a piece, or bytes begin .. end of it."""
+        at = self.index
+        first, last = int(at.begin[piece]), int(at.end[piece])
+        stop = last if end is None else first + end
+        return self.documents.read(int(at.file[piece]), int(at.position[piece]), first + begin, stop)
+
+    def _changed(self, piece: int) -> DataError:
+        return DataError(f"{self.source.files[int(self.index.file[piece])]} changed while it was used")
 
     def _amount(self) -> str:
         num_files = len(self.source.files)
