@@ -77,6 +77,11 @@ def test_less_than_one_sequence(tmp_path, kind):
     assert "model.seq_len" in said
 
 
+def test_a_max_mib_below_one_sequence(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    assert "raise data.max_mib = 4e-06" in refused({"source": tmp_path, "max_mib": 4e-6})
+
+
 def test_no_text_in_any_document(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     assert "0 bytes of text" in refused({"source": tmp_path})

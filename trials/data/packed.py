@@ -40,19 +40,22 @@ class PackedText(Sequences):
             data.get("tokenizer") or DEFAULTS["tokenizer"], vocab_size, b"" if source.format == "text" else b"\n"
         )
         max_mib = data.get("max_mib") or DEFAULTS["max_mib"]
+        most_bytes = max(1, round(max_mib * _MIB))
         started = time.perf_counter()
-        self.index = self._index(text_field, round(max_mib * _MIB))
+        self.index = self._index(text_field, most_bytes)
         spent_s = time.perf_counter() - started
         total = self.index.num_tokens
         self.num_sequences = (total - 1) // seq_len
+        is_cut = self.index.text_bytes >= most_bytes
         if self.num_sequences < 1:
             suffixes = ", ".join(SUFFIXES[source.format])
             raise DataError(
-                f"data.source = {source.name!r}: {self._amount()}; one sequence takes {seq_len + 1} tokens: give "
-                f"more text ({source.format} files end in {suffixes}), or shorten model.seq_len"
+                f"data.source = {source.name!r}: {self._amount()}; one sequence takes {seq_len + 1} tokens: "
+                + (f"raise data.max_mib = {max_mib:g}" if is_cut else f"give more text ({suffixes} files)")
+                + ", or shorten model.seq_len"
             )
         self.description = self._amount()
-        if self.index.text_bytes >= max_mib * _MIB:
+        if is_cut:
             self.description += f" (data.max_mib = {max_mib:g}; what comes after is not read)"
         if spent_s > _WORTH_SAYING_S:
             self.description += f"; indexed in {spent_s:.0f} s, which later trials find done"
