@@ -14,7 +14,7 @@ from autotune.diagnose import diagnose
 from autotune.errors import UserError
 from autotune.export.base import Best
 from autotune.job import UNPARSABLE
-from autotune.report.text import gib, mfu_label, percent, rate
+from autotune.report.text import gib, loader_advice, mfu_label, percent, rate
 from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
@@ -96,6 +96,7 @@ def best_content(
             "global_batch_size": job.global_batch_size,
             "seq_len": job.model.seq_len,
         },
+        "data": {"source": job.data.source, "loader_measured": not job.data.is_synthetic},
         "evidence": best.to_dict(study.limits),
         "gain": (
             {
@@ -230,6 +231,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
     """What exporters take, from the content of best.yaml."""
     evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
     conventions = best["conventions"]
+    advice = loader_advice(best)
     label = mfu_label(conventions["peak_source"])
     limit = f" of {gib(conventions['limit_gib'])}" if conventions["limit_gib"] else ""
     return Best(
@@ -244,5 +246,6 @@ def to_exportable(best: dict[str, Any]) -> Best:
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
             f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",
             f"Verdict: {best['verdict']}",
+            *([advice] if advice else []),
         ],
     )

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
-from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest
+from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 
 EXIT_INTERRUPTED = 130
 
@@ -124,7 +124,7 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     from autotune.folder import latest_moved
     from autotune.history import History
     from autotune.report.tables import print_best, print_trial, print_trials
-    from autotune.report.text import json_safe, printable
+    from autotune.report.text import json_safe
 
     rows, skipped = History(run_folder / "history").rows()
     for line in skipped:
@@ -242,8 +242,6 @@ def main() -> NoReturn:
         _refuse_foreign_packages()
         cli(standalone_mode=False)
     except AutotuneError as error:
-        from autotune.report.text import printable
-
         # Words of a job, a model or a history, which anybody may have written.
         click.echo(f"autotune: {printable(str(error))}", err=True)
         sys.exit(error.exit_code)

@@ -47,3 +47,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal; line breaks stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -119,6 +119,7 @@ SCHEMA = pa.schema(
         ("driver_version", pa.string()),
         ("nccl_version", pa.string()),
         ("workload_digest", pa.string()),
+        ("loader_measured", pa.bool_()),  # false: synthetic data, whose loader has nothing to do
         ("simulated", pa.bool_()),
     ],
     metadata={"schema_version": str(SCHEMA_VERSION), "product": "fsdp-autotune"},

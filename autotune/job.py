@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
 from autotune.hf_config import read_hf_config
-from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, checkpoint_stride
+from trials.formats import inapplicable
+from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SYNTHETIC, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
@@ -104,8 +105,41 @@ class Model(Section):
 
 class Data(Section):
     source: str
-    """A folder of text files or one file, relative to the job file; or `python-stdlib`, the text every machine has."""
-    tokenizer: Literal["byte"] = "byte"
+    """A folder or a file, relative to the job file; or `python-stdlib`, the text every machine has; or `synthetic`:
+    random tokens, and the loader is not measured."""
+    format: Literal["auto", "text", "jsonl", "parquet", "bin", "npy"] = "auto"
+    """Of the files; auto goes by their suffixes. bin: raw little-endian token ids, as nanoGPT, Megatron and llm.c write
+    them; npy: token ids, one dimension."""
+    text_field: str | None = None
+    """JSONL: the key, Parquet: the column, whose text is trained on; default: text."""
+    tokenizer: str | None = None
+    """Of text: `byte` (the default; ids 0 to 255), or a tokenizer.json, or a folder that holds one."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Of a .bin file's token ids: uint16 (2 bytes, the default) or uint32 (4 bytes)."""
+    max_mib: Annotated[float, Field(gt=0)] | None = None
+    """MiB of text that are used, from the start of the source in the order of file names; default: 64."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, values: Any) -> Any:
+        return {"source": values} if values == SYNTHETIC else values
+
+    @model_validator(mode="after")
+    def _keys_of_the_format(self) -> Self:
+        given, format_ = self.model_dump(), self.format
+        if self.source == PYTHON_STDLIB and format_ not in ("auto", "text"):
+            raise ValueError(f"format = {format_}: {PYTHON_STDLIB} is text: remove it")
+        if self.source == SYNTHETIC and format_ != "auto":
+            raise ValueError(f"format = {format_}: {SYNTHETIC} data has none: remove it")
+        known = {SYNTHETIC: SYNTHETIC, PYTHON_STDLIB: "text"}.get(self.source, format_)
+        complaint = inapplicable(known, given) if known != "auto" else None
+        if complaint:
+            raise ValueError(complaint)
+        return self
+
+    @property
+    def is_synthetic(self) -> bool:
+        return self.source == SYNTHETIC
 
 
 class Batch(Section):
@@ -530,8 +564,10 @@ def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
 def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
     """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
     data, model = values.get("data"), values.get("model")
-    if isinstance(data, dict) and isinstance(data.get("source"), str) and data["source"] != PYTHON_STDLIB:
-        data["source"] = _resolved(data["source"], folder)
+    if isinstance(data, dict):
+        for key, names in (("source", (PYTHON_STDLIB, SYNTHETIC)), ("tokenizer", ("byte",))):
+            if isinstance(data.get(key), str) and data[key] not in names:
+                data[key] = _resolved(data[key], folder)
     if isinstance(model, dict):
         workload = model.get("workload", "decoder")
         if workload == "hf" and isinstance(model.get("config"), str):

@@ -15,7 +15,7 @@ from autotune.search.study import Told
 from trials.breakdown import Breakdown, pacing_rank
 from trials.conventions import tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
-from trials.record import Knobs, RankReport, TrialSpec, digest
+from trials.record import SYNTHETIC, Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
@@ -181,6 +181,7 @@ def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str)
         "world_size": spec.world_size,
         "hosts": result.hosts,
         "workload_digest": workload_digest(spec),
+        "loader_measured": spec.data["source"] != SYNTHETIC,
         "simulated": False,
     }
 

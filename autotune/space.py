@@ -100,6 +100,8 @@ class SearchSpace:
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
+        self.has_loader = not job.data.is_synthetic
+        self._note_no_loader(job)
         self.baseline = self._baseline(job)
         self.candidates = self._resolve(job)
         if job.export_for is not None:
@@ -115,6 +117,7 @@ class SearchSpace:
     def _baseline(self, job: Job) -> Knobs:
         base = job.baseline
         engine = base.engine or job.training.engines[0]
+        workers = self.default_workers(job) if base.num_workers is None else base.num_workers
         default_cap = DDP_CAP_MB if engine == "ddp" else max(self.facts.block_mib)
         extras = {name: self._baseline_value(job, name) for name in EXTRA_KNOBS}
         return self._config(
@@ -124,7 +127,7 @@ class SearchSpace:
                 "reshard_after_forward": base.reshard_after_forward,
                 "bucket_cap_mb": base.bucket_cap_mb or default_cap,
                 "activation_checkpointing": base.activation_checkpointing,
-                "num_workers": self.default_workers(job) if base.num_workers is None else base.num_workers,
+                "num_workers": workers if self.has_loader else 0,
                 "prefetch_factor": base.prefetch_factor,
                 "engine": engine,
                 **{name: value for name, value in extras.items() if value is not None},
@@ -141,6 +144,18 @@ class SearchSpace:
         unset = {"sync_each_micro_batch": True, "reshard_after_forward": None, "prefetch_factor": None}
         accumulation = self.pairs[values["micro_batch_size"]]
         return self.canonical(Knobs(**(unset | values), grad_accum_steps=accumulation, blocks_per_unit=0))
+
+    def _note_no_loader(self, job: Job) -> None:
+        asked = {
+            "baseline.num_workers": job.baseline.num_workers,
+            "space.num_workers": job.space.num_workers,
+            "space.prefetch_factor": job.space.prefetch_factor,
+        }
+        told = [name for name, value in asked.items() if value not in (None, 0, (0,))]
+        if told and not self.has_loader:
+            self.notes.append(
+                f"{', '.join(told)}: synthetic data has no loader to tune; num_workers is kept at 0, which is no advice"
+            )
 
     def default_workers(self, job: Job) -> int:
         """CPUs this process may use, shared out over the ranks, less the one each rank runs on."""
@@ -159,7 +174,7 @@ class SearchSpace:
             "sync_each_micro_batch": asked.sync_each_micro_batch or (job.baseline.sync_each_micro_batch,),
             "bucket_cap_mb": self._bucket_caps(job),
             "activation_checkpointing": self._checkpointing(job),
-            "prefetch_factor": asked.prefetch_factor or (job.baseline.prefetch_factor,),
+            "prefetch_factor": (self.has_loader and asked.prefetch_factor) or (job.baseline.prefetch_factor,),
         }
         if "ddp" in job.training.engines:
             found[DDP_CAP] = DDP_CAPS_MB if asked.bucket_cap_mb == "auto" else asked.bucket_cap_mb or (DDP_CAP_MB,)
@@ -213,7 +228,7 @@ class SearchSpace:
 
     def _workers(self, job: Job) -> tuple[int, ...]:
         asked = job.space.num_workers
-        if asked is None:
+        if asked is None or not self.has_loader:
             return (self.baseline.num_workers,)
         if asked != "auto":
             return asked

@@ -36,6 +36,8 @@ class Survey:
     space: SearchSpace
     device_name: str
     num_blocks: int
+    data: str
+    """What is trained on, for people."""
 
     def describe(self) -> str:
         """For the screen: model, batch, device, peak and limit, with units."""
@@ -52,6 +54,7 @@ class Survey:
             f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
+            f"  data: {self.data}\n"
             f"  device: {self.device_name}, {_ranks(job)}; peak: {known}\n"
             f"  memory limit: {limit}"
             + (
@@ -172,9 +175,20 @@ def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
         space_hash=space.hash,
         world_size=runner.world_size,
     )
-    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks)
+    data = _describe_data(job, found, runner.world_size)
+    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data)
 
 
 def _typed(kind: type[T], value: object) -> T:
     checked: T = TypeAdapter(kind).validate_python(value)
     return checked
+
+
+def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
+    if job.data.is_synthetic:
+        return str(found["data"])
+    batch = job.global_batch_size // job.batch.target_world_size * world_size
+    return (
+        f"{found['data']}; {_typed(int, found['num_sequences']):,} sequences, the first comes again after "
+        f"{found['num_sequences'] / batch:,.1f} steps of a trial"
+    )

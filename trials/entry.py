@@ -84,8 +84,8 @@ class Rank:
     def _survey(self, workload: Workload) -> None:
         self.enter("survey")
         found = survey.survey_model(workload, self.spec.seq_len, self.spec.precision)
-        dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size)
-        found["num_sequences"] = len(dataset)
+        dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size, self.spec.world_size)
+        found |= {"num_sequences": len(dataset), "data": dataset.description}
         found["cpus_allowed"] = survey.cpus_allowed()
         if self.spec.device == "cuda":
             found |= survey.cuda_facts()
@@ -96,7 +96,7 @@ class Rank:
     def _measure(self, workload: Workload, knobs: Knobs) -> None:
         spec = self.spec
         self.enter("data")
-        dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size)
+        dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size, spec.world_size)
         loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
         batches = iter(loader)
         self.enter("process_group")

@@ -12,7 +12,8 @@ from typing import Any
 
 PYTHON_STDLIB = "python-stdlib"
 """`data.source` for the text that every machine has: this interpreter's own library source."""
-
+SYNTHETIC = "synthetic"
+"""`data.source` for random tokens; the loader is then not measured."""
 
 ENGINES = ("fsdp2", "fsdp1", "ddp")
 BACKWARD_PREFETCH = ("pre", "post", "none")

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.report.text import differences, duration, gib, mfu_label, percent, printable, rate
+from autotune.errors import printable
+from autotune.report.text import differences, duration, gib, mfu_label, percent, rate
 from autotune.rows import Attempt
 from trials.outcome import Outcome
 from trials.record import Knobs, TrialSpec

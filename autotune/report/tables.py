@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autotune.errors import printable
 from autotune.report.text import (
     SHORT_NAMES,
     bottleneck_lines,
     differences,
     gib,
+    loader_advice,
     mfu_label,
     percent,
-    printable,
     rate,
     value,
 )
@@ -48,6 +49,9 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         for line in bottleneck_lines(name, figures):
             console.print(Text(line), soft_wrap=True)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
+    advice = loader_advice(best)
+    if advice:
+        console.print(Text(advice), soft_wrap=True)
 
 
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autotune.errors import printable
+from trials.breakdown import FRACTIONS
+from trials.formats import LOADER_NOT_MEASURED
 
 SHORT_NAMES = {
     "micro_batch_size": "micro",
@@ -36,9 +39,12 @@ LEAST_SHOWN = 0.005
 _DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 
 
-def printable(text: str) -> str:
-    """`text` without what would steer a terminal; line breaks stay."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+def loader_advice(best: dict[str, Any]) -> str | None:
+    """What to say of a best.yaml whose figures leave out what the data loader costs; None if they do not."""
+    if best.get("data", {}).get("loader_measured", True):
+        return None
+    said = LOADER_NOT_MEASURED[0].upper() + LOADER_NOT_MEASURED[1:]
+    return f"{said}: num_workers and prefetch_factor are no advice, keep your own."
 
 
 def json_safe(content: Any) -> Any:
@@ -71,8 +77,6 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
 
 def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
     """Where a step of a config in best.yaml goes, and what bounds it; nothing if that is not known."""
-    from trials.breakdown import FRACTIONS  # late: errors are printed by this module before `trials` is known as ours
-
     lines = []
     if figures.get("breakdown"):
         shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]

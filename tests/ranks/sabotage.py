@@ -17,6 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrateg
 from torch.utils.data import DataLoader
 
 from trials import attention, data, entry, wrap
+from trials.data import loader
 from trials.engines import base, ddp, fsdp1, fsdp2
 from trials.models import DecoderWorkload
 from trials.step import Stepper
@@ -97,7 +98,7 @@ def _checkpointing_misses_a_block() -> None:
 
 
 def _change_loader(**changes: Any) -> None:
-    data.DataLoader = lambda *args, **kwargs: DataLoader(*args, **{**kwargs, **changes})
+    loader.DataLoader = lambda *args, **kwargs: DataLoader(*args, **{**kwargs, **changes})
 
 
 def _change_fsdp1(**changes: Any) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trials import data
-from trials.outcome import Outcome, TrialError
 from trials.record import Knobs
+
+from .sources import FORMATS, VOCAB_SIZE
 
 GLOBAL_BATCH = 24
 
@@ -42,9 +43,9 @@ def splits(draw):
 def samples_of_steps(num_samples, split, seed, num_steps):
     """Sample indices of each step, rank after rank, micro-batch after micro-batch."""
     world_size, micro, accumulation = split
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
     samplers = [
-        iter(data.MicroBatchSampler(num_samples, knobs(micro, accumulation), rank, world_size, seed))
-        for rank in range(world_size)
+        iter(data.MicroBatchSampler(order, knobs(micro, accumulation), rank, world_size)) for rank in range(world_size)
     ]
     steps = []
     for _ in range(num_steps):
@@ -74,9 +75,19 @@ def test_another_seed_is_another_order(num_samples, split):
     assert samples_of_steps(num_samples, split, 0, 1) != samples_of_steps(num_samples, split, 1, 1)
 
 
+@settings(deadline=None)
+@given(st.integers(1, 60), splits(), st.integers(0, 2**31))
+def test_a_source_that_runs_dry_starts_again_in_the_same_order(num_samples, split, seed):
+    num_steps = 3 * num_samples // GLOBAL_BATCH + 1
+    seen = list(itertools.chain(*samples_of_steps(num_samples, split, seed, num_steps)))
+    assert seen == [seen[position % num_samples] for position in range(len(seen))]
+    assert sorted(seen[:num_samples]) == list(range(min(num_samples, len(seen))))
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_do_not_change_the_batches_or_their_order(text_folder, num_workers):
-    dataset = data.ByteTextDataset(str(text_folder), 32)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_workers_do_not_change_the_batches_or_their_order(sources, kind, num_workers):
+    dataset = data.make_dataset(sources[kind], 32, VOCAB_SIZE)
 
     def first_batches(workers):
         loader = data.make_loader(dataset, knobs(2, 3, workers), rank=1, world_size=2, seed=5, device="cpu")
@@ -85,19 +96,24 @@ def test_workers_do_not_change_the_batches_or_their_order(text_folder, num_worke
     assert torch.equal(first_batches(num_workers), first_batches(0))
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.binary(max_size=60), min_size=1, max_size=5), st.integers(1, 16))
-def test_samples_are_the_files_bytes_end_to_end_and_overlap_by_one(tmp_path_factory, files, seq_len):
-    folder = tmp_path_factory.mktemp("files")
-    for number, content in enumerate(files):
-        (folder / f"{number}.txt").write_bytes(content)
-    text = b"".join(files)
-    if len(text) < seq_len + 1:
-        with pytest.raises(TrialError, match=f"{len(text)} bytes") as caught:
-            data.ByteTextDataset(str(folder), seq_len)
-        assert caught.value.outcome is Outcome.INVALID
-        return
-    dataset = data.ByteTextDataset(str(folder), seq_len)
-    assert len(dataset) == (len(text) - 1) // seq_len
-    for index in range(len(dataset)):
-        assert bytes(dataset[index].tolist()) == text[index * seq_len : index * seq_len + seq_len + 1]
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ranks_and_micro_batches_do_not_change_a_steps_sequences(sources, kind):
+    def sequences(world_size, micro, accumulation):
+        """Of two steps, by their place in the global batch."""
+        steps = []
+        for rank in range(world_size):
+            dataset = data.make_dataset(sources[kind], 32, VOCAB_SIZE)
+            loader = data.make_loader(dataset, knobs(micro, accumulation), rank, world_size, seed=5, device="cpu")
+            batches = list(itertools.islice(loader, 2 * accumulation))
+            steps.append(torch.cat(batches).reshape(2, micro * accumulation, -1))
+        return torch.cat(steps, dim=1)
+
+    assert torch.equal(sequences(1, 8, 1), sequences(4, 1, 2))
+    assert torch.equal(sequences(1, 8, 1), sequences(2, 2, 2))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_sequence_comes_once_an_epoch(sources, kind):
+    dataset = data.make_dataset(sources[kind], 32, VOCAB_SIZE)
+    for seed in (0, 1):
+        assert sorted(dataset.order(seed).tolist()) == list(range(len(dataset)))

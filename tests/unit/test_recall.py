@@ -153,6 +153,8 @@ CONTENT: dict[str, Any] = {
         "num_blocks": 4,
         "block_mib": [2.8145] * 4,
         "cpus_allowed": 2,
+        "num_sequences": 100,
+        "data": "text",
         "flops_per_token": 1.0,
         "flops_per_token_causal": 1.0,
         "flops_convention": "c",

@@ -31,7 +31,7 @@ def row_of(
     knobs = Knobs.from_dict(BASELINE.to_dict() | {"activation_checkpointing": checkpointing})
     job = make_job()
     spec = TrialSpec(
-        0, "explore", "decoder", {"preset": "tiny"}, 256, {}, 16, "fp32", {}, 2, "cpu", 0, Measure(), knobs
+        0, "explore", "decoder", {"preset": "tiny"}, 256, {"source": "t"}, 16, "fp32", {}, 2, "cpu", 0, Measure(), knobs
     )
     report = RankReport(
         rank=0,
