@@ -29,7 +29,7 @@ def test_a_trial_reports_from_every_rank(runner: SlotRunner, texts: Path, tmp_pa
     ("mode", "outcome", "reason"),
     [
         ("oom", Outcome.OOM_DEVICE, "DefaultCPUAllocator: can't allocate memory"),
-        ("raise", Outcome.CRASHED, "ValueError in warmup: no such thing"),
+        ("raise", Outcome.CRASHED, "ValueError in first_step: no such thing"),
         ("exit0", Outcome.CRASHED, "rank 1"),
         ("hang", Outcome.TIMEOUT, "no end after 8 s"),
         (

@@ -64,7 +64,7 @@ def test_a_loss_over_another_batch_shape_says_both_shapes(ranks, text_folder):
     gang = ranks.run(bad(text_folder, "unshifted"))
     assert gang.outcome is Outcome.CRASHED, str(gang)
     reasons = [report.reason for report in gang.reports if report is not None]
-    cause = "ValueError in warmup: Expected input batch_size (64) to match target batch_size (66)"
+    cause = "ValueError in first_step: Expected input batch_size (64) to match target batch_size (66)"
     assert any(cause in reason for reason in reasons), str(gang)
 
 
