@@ -6,22 +6,25 @@ CONSTRAINTS := constraints.txt
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
 
-test: $(DEV)  ## all tests that CI needs to pass; under 6 minutes on two cores
-	$(BIN)/python -m pytest tests --ignore=tests/benchmarks --ignore=tests/faults
+test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
+	$(BIN)/python -m pytest tests/unit tests/export tests/cluster --ignore=tests/cluster/test_nodes.py
 
-test-ranks: $(DEV)  ## the conformance suite on real gloo ranks
+test-ranks: $(DEV)  ## every engine and knob on real gloo ranks, models and data too; minutes
 	$(BIN)/python -m pytest tests/ranks
 
 test-cluster: $(DEV)  ## real trials on a real local Ray
 	$(BIN)/python -m pytest tests/cluster
 
-test-faults: $(DEV)  ## runs that are killed, stopped and resumed; minutes
-	$(BIN)/python -m pytest tests/faults
+test-faults: $(DEV)  ## runs that are killed, stopped and resumed, bad input, several nodes; under 15 minutes
+	$(BIN)/python -m pytest tests/faults tests/cluster/test_nodes.py
+
+test-gpu: $(DEV)  ## on a machine with a GPU, with the torch that is installed there; under 8 minutes
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(DEV)
 	$(BIN)/ruff check .
