@@ -13,7 +13,7 @@ import torch
 from autotune.cluster.processes import ExecLauncher, kill_groups
 from tests.ranks.harness import WAIT_S, Gang, free_port, make_spec, rank_env, show_logs
 from trials.models import DecoderWorkload
-from trials.record import FSDP1_KNOBS, PYTHON_STDLIB, Knobs, Measure, RankReport, TrialSpec, unit_cap_mb
+from trials.record import KNOB_NAMES, PYTHON_STDLIB, Knobs, Measure, RankReport, TrialSpec, unit_cap_mb
 from trials.wrap import block_mib
 
 SMALL = {
@@ -34,6 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "backward_prefetch": "pre",
         "forward_prefetch": True,
     },
+    "ddp": {"engine": "ddp", "reshard_after_forward": None, "blocks_per_unit": None, "bucket_cap_mb": 25.0},
 }
 
 
@@ -62,10 +63,8 @@ def gpu_spec(texts: Path, **changes: Any) -> TrialSpec:
         "activation_checkpointing": "none",
         "num_workers": 0,
         "prefetch_factor": None,
-        "engine": "fsdp2",
-        **dict.fromkeys(FSDP1_KNOBS),
     }
-    knobs = Knobs.from_dict(values | {name: changes.pop(name) for name in list(changes) if name in values})
+    knobs = Knobs.from_dict(values | {name: changes.pop(name) for name in list(changes) if name in KNOB_NAMES})
     return make_spec(
         texts,
         knobs,
