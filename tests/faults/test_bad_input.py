@@ -61,15 +61,14 @@ def workload(name: str) -> dict[str, Any]:
     ("sections", "complaints"),
     [
         ({"data": {"source": "missing"}}, ["/missing': no such file or folder"]),
-        ({"data": {"source": "empty"}}, ["/empty': 0 bytes in 0 text files", "one sequence takes 33", ".txt"]),
-        ({"data": {"source": "no-text"}}, ["/no-text': 0 bytes in 0 text files"]),
-        ({"data": {"source": "short"}}, ["/short': 32 bytes in 1 text files; one sequence takes 33"]),
+        ({"data": {"source": "empty"}}, ["/empty': the folder has no file, other than empty, in .txt"]),
+        ({"data": {"source": "no-text"}}, ["/no-text': the folder has no file, other than empty, in .txt"]),
+        ({"data": {"source": "short"}}, ["/short': 1 text file, 32 bytes of text, 32 tokens; one sequence takes 33"]),
         ({"data": {"source": "dangling"}}, ["/dangling': no such file or folder"]),
         ({"data": {"source": "broken"}}, ["/broken': [Errno 2] No such file or directory", "/broken/a.txt"]),
         (workload("nowhere:make"), ["ModuleNotFoundError: No module named 'nowhere'"]),
         (workload("broken_model:make"), ["IndexError: list index out of range", "broken_model.py", "in parts"]),
         (workload("syntax_model:make"), ["SyntaxError: '(' was never closed", "syntax_model.py"]),
-        (workload("broken_model"), ["expected 'decoder' or 'package.module:factory'"]),
     ],
 )
 def test_what_a_rank_finds_wrong_exits_2(tmp_path: Path, sections: dict[str, Any], complaints: list[str]) -> None:
@@ -113,7 +112,7 @@ def test_more_ranks_than_the_cluster_has_exits_2_within_a_minute_and_says_what_i
     print(done.stderr)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "64" in done.stderr
-    assert re.search(r"Ray has .*'CPU': 4", done.stderr), "of tests/cluster/conftest.py"
+    assert re.search(r"Ray has \[4 CPU\]", done.stderr), "of tests/cluster/conftest.py"
     assert "lower cluster.ranks_per_node" in done.stderr
     assert "Traceback" not in done.stderr
 

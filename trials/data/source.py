@@ -102,5 +102,5 @@ def _walk(root: Path) -> Iterator[tuple[str, int]]:
                 if entry.is_dir(follow_symlinks=False):
                     if entry.name not in _SKIPPED_FOLDERS and not entry.name.startswith("."):
                         pending.append(entry.path)
-                elif entry.is_file():
-                    yield entry.path, entry.stat().st_size
+                elif not entry.is_dir():
+                    yield entry.path, entry.stat().st_size  # a link that leads nowhere raises, and is named
