@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -71,6 +72,8 @@ class NodeAgent:
     """
 
     def __init__(self, device: str, launcher: str, threads_per_rank: int = 1) -> None:
+        # Ray's workers may have inherited the driver's mask (slots.py); what ranks start must end by SIGTERM as usual.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._scratch = Path(tempfile.mkdtemp(prefix="autotune-"))
         self._env: dict[str, str] = {"OMP_NUM_THREADS": str(threads_per_rank)} if device == "cpu" else {}
         self._launcher: Launcher = (

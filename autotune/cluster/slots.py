@@ -106,11 +106,8 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     try:
         # Ray puts the driver's folder on its workers' sys.path, where a user's own trials/ would hide ours: the log
         # folder holds no modules.
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        with contextlib.chdir(log.parent):
+        with contextlib.chdir(log.parent), _sigterm_is_ours():
             ray.init(**options)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray takes it, and would leave without a word
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise InfrastructureError(
             f"Ray did not start (cluster.address = {address!r}): {error}",
@@ -124,6 +121,25 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_is_ours() -> Iterator[None]:
+    """Around the start of Ray: a SIGTERM to the whole process group, as Slurm sends it, reaches the driver alone.
+
+    Ray's daemons would end at once, and the driver, which has trials to end and a history to write, would hang for a
+    minute without them. They inherit a mask that holds it back, as Ray does with SIGINT, and end with the driver.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGTERM, handler)  # Ray takes it, and would leave without a word
 
 
 def _refuse_a_dead_address(address: str) -> None:

@@ -26,7 +26,12 @@ TRIALS = 6
 
 def start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [AUTOTUNE, "run", "job.yaml"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [AUTOTUNE, "run", "job.yaml"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -149,14 +154,15 @@ def test_a_second_sigterm_leaves_at_once_and_leaves_no_ranks(tmp_path: Path) -> 
     assert_it_goes_on(tmp_path, TRIALS, "--resume")
 
 
+@pytest.mark.parametrize("to", ["driver", "process group"])  # Kubernetes; Slurm, `timeout` and a terminal's Ctrl-C
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_in_order_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_in_order_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, to: str) -> None:
     before = rank_processes()
     write_job(tmp_path, budget={"trials": TRIALS}, measure=MEASURE, space="default")
     process = start(tmp_path)
     wait_for(tmp_path, 2)
     time.sleep(0.3)
-    os.kill(process.pid, number)
+    (os.kill if to == "driver" else os.killpg)(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "autotune run run/job.yaml --resume" in errors
