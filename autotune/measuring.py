@@ -14,6 +14,7 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError
 from autotune.history import History
 from autotune.job import Job
+from autotune.numerics import deviation
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, history_row
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, Outcome
@@ -110,6 +111,7 @@ class Measurer:
     _hardware_flops: dict[str, float] = field(default_factory=dict)
     """By checkpointing mode."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
+    _reference_losses: list[float] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -255,7 +257,7 @@ class Measurer:
         self._note_time(self.clock() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
-        attempt = self._record(flight, result)
+        attempt = self._record(flight, self._compared(spec, result))
         if attempt.outcome in INFRASTRUCTURE:
             self._try_again(flight, attempt)
             return None
@@ -267,6 +269,15 @@ class Measurer:
     def _timeout_s(self, knobs: Knobs) -> float:
         measure = self.study.job.measure
         return measure.trial_timeout_s + (measure.compile_timeout_s if knobs.compile else 0.0)
+
+    def _compared(self, spec: TrialSpec, result: GangResult) -> GangResult:
+        """A config that does not train as the baseline does is wrong, however fast it is."""
+        if result.outcome is not Outcome.OK or not self._reference_losses or self.study.model.is_random:
+            return result
+        # Before the loader's queue is drained, all configs train on the same samples.
+        losses = result.reports[0].losses[: spec.measure.warmup_steps + 1]
+        problem = deviation(losses, self._reference_losses, spec.precision)
+        return replace(result, outcome=Outcome.WRONG_NUMERICS, reason=problem) if problem else result
 
     def _try_again(self, flight: _Flight, attempt: Attempt) -> None:
         spec, why = flight.spec, f"trial {attempt.trial} ended in {attempt.outcome}"
@@ -302,6 +313,8 @@ class Measurer:
         return None if self.mean_trial_s is None else self.mean_trial_s * max(self.turns_left, 0)
 
     def _learn(self, attempt: Attempt) -> None:
+        if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
+            self._reference_losses = list(attempt.row.get("losses") or [])
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
         if hardware is not None:
             self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware

@@ -33,6 +33,8 @@ class ModelFacts:
     flops_per_token: float | None
     flops_per_token_causal: float | None
     flops_convention: str
+    is_random: bool = False
+    """Dropout: two runs of one config give two losses."""
 
 
 @dataclass(frozen=True)

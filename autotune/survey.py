@@ -63,6 +63,7 @@ class Survey:
                 if target != self.study.world_size
                 else ""
             )
+            + ("\n  losses are not compared with the baseline's: the model has dropout" if model.is_random else "")
             + "".join(f"\n  {note}" for note in self.space.notes)
         )
 
@@ -169,7 +170,7 @@ def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
     study = Study(
         study_id=_typed(str, content["study_id"]),
         job=job,
-        model=_typed(ModelFacts, {name: found[name] for name in ModelFacts.__dataclass_fields__}),
+        model=_typed(ModelFacts, {name: found[name] for name in ModelFacts.__dataclass_fields__ if name in found}),
         peak=_typed(Peak, content["peak"]),
         limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
         space_hash=space.hash,

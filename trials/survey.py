@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trials.flops import matmul_params, model_flops
 from trials.workload import Workload
@@ -34,7 +35,17 @@ def survey_model(workload: Workload, seq_len: int, precision: str) -> dict[str, 
         "flops_per_token": flops.per_token,
         "flops_per_token_causal": flops.per_token_causal,
         "flops_convention": flops.convention,
+        "is_random": has_dropout(model),
     }
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether some module draws random numbers in training: a Dropout, or a rate that it hands to a function."""
+    for module in model.modules():
+        rates = [value for name, value in vars(module).items() if "dropout" in name or name == "p"]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def device_facts(device: str) -> dict[str, str]:

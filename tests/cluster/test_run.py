@@ -307,3 +307,24 @@ def test_ctrl_c_ends_the_ranks_keeps_the_history_and_exits_130(tmp_path: Path) -
     assert len(rows(tmp_path)) >= 3
     time.sleep(1.0)  # a process that was killed is reaped by its parent
     assert rank_processes() <= before
+
+
+def test_a_model_that_is_wrong_under_one_knob_cannot_win_with_it(texts: Path, tmp_path: Path) -> None:
+    write_job(
+        tmp_path,
+        model={
+            "workload": "faulty_model:make",
+            "import_path": str(texts),
+            "config": {"mode": "sums", "config": CONFIG},
+            "seq_len": 32,
+        },
+        space={"micro_batch_size": [1, 4], "reshard_after_forward": [True, False]},
+    )
+    done = autotune("run", "job.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["knobs"]["micro_batch_size"]: row for row in rows(tmp_path)}
+    assert found[1]["outcome"] == "ok"
+    assert found[4]["outcome"] == "wrong_numerics"
+    assert "the baseline's on the same samples" in found[4]["reason"]
+    best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
+    assert best["settings"]["micro_batch_size"] == 1
