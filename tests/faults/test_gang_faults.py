@@ -39,7 +39,7 @@ TABLE = [
     ("stopped", Outcome.TIMEOUT, "rank 1 stopped", 1),
     ("stuck", Outcome.TIMEOUT, "no end after 12 s", None),
     ("exits_0", Outcome.CRASHED, "rank 1 exited with code 0 and left no report", 1),
-    ("raises", Outcome.CRASHED, "ValueError in timed: no such thing", 1),
+    ("raises", Outcome.CRASHED, "ValueError in warmup: no such thing", 1),
     ("aborts", Outcome.CRASHED, "rank 1 was killed by SIGABRT", 1),
     ("segfaults", Outcome.CRASHED, "rank 1 was killed by SIGSEGV", 1),
     ("worker_dies", Outcome.CRASHED, "DataLoader worker", 1),
