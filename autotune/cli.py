@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,20 +69,89 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
     _run(loaded, job, resume)
 
 
+@cli.command()
+@click.argument("job")
+@click.option("--set", "settings", multiple=True, metavar="KNOB=VALUE", help="Or section.key=value of the job.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Fresh runs of the config.")
+@click.option("--profile", is_flag=True, help="Keep a trace of one step of each rank; it opens in Perfetto.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable, on standard output.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder (default: the job's `output` + -measure).")
+def measure(
+    job: str, settings: tuple[str, ...], repeat: int, profile: bool, as_json: bool, output: Path | None
+) -> None:
+    """Measure one config of JOB by hand: its baseline, with the knobs that --set changes."""
+    from autotune.job import load_job
+    from autotune.measure import measure as measure_config
+    from autotune.measure import overrides_of
+
+    loaded = load_job(job, overrides_of(settings))
+    loaded = loaded.model_copy(update={"output": str(output or f"{loaded.output}-measure")})
+
+    def work(out: Path, runner: Any, screen: Any) -> Any:
+        return measure_config(loaded, out, runner, screen, repeat, profile)
+
+    survey, attempts = _at_work(loaded, job, work, goes_on=False, to_stderr=as_json)
+    if as_json:
+        from autotune.report.text import json_safe
+
+        click.echo(json.dumps(json_safe([attempt.row for attempt in attempts]), default=str))
+        return
+    from rich.console import Console
+
+    from autotune.report.sheet import print_sheet
+
+    console = Console(highlight=False)
+    print_sheet(console, survey.study, attempts)
+    logs = Path(loaded.output) / attempts[-1].row["log_path"]
+    console.print(f"{'traces and output' if profile else 'output'}: {_shown(logs.absolute())}", soft_wrap=True)
+
+
 def _run(loaded: Any, name: str, resume: bool) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
-    from autotune.cluster.runner import open_runner
-    from autotune.folder import check_resumable, prepare_folder, sole_driver
-    from autotune.report.screen import make_screen
     from autotune.report.tables import print_best
     from autotune.run import Run
 
-    console = Console(highlight=False)
+    def work(out: Path, runner: Any, screen: Any) -> Any:
+        return Run(loaded, out, runner, screen, resume).go()
+
+    result = _at_work(loaded, name, work, resume=resume)
+    console, out = Console(highlight=False), Path(loaded.output).absolute()
+    console.print()
+    print_best(console, read_best(out))
+    lines = (
+        f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
+        f"{result.elapsed_s / 60:.1f} min. History: {_shown(out)}/history",
+        f"next: {_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}",
+    )
+    for line in lines:
+        click.echo(printable(line))
+
+
+def _at_work(
+    loaded: Any,
+    name: str,
+    work: Callable[..., Any],
+    *,
+    resume: bool = False,
+    goes_on: bool = True,
+    to_stderr: bool = False,
+) -> Any:
+    """Does `work(out, runner, screen)` as the only driver of the job's folder, with Ray up.
+
+    Args:
+        goes_on: what is interrupted can be resumed.
+    """
+    from rich.console import Console
+
+    from autotune.cluster.runner import open_runner
+    from autotune.folder import check_resumable, prepare_folder, sole_driver
+    from autotune.report.screen import make_screen
+
     out = Path(loaded.output).absolute()
     shown = _shown(out)
-    screen = make_screen(console)
+    screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
             check_resumable(out, loaded)
@@ -93,23 +163,18 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
             screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
         try:
             with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
-                result = Run(loaded, out, runner, screen, resume).go()
+                return work(out, runner, screen)
         except KeyboardInterrupt:
-            again = f"{_command()} run {_shown(out / 'job.yaml')} --resume"
-            click.echo(f"autotune: interrupted; the ranks are gone, the history is kept\nresume: {again}", err=True)
+            click.echo("autotune: interrupted; the ranks are gone, the history is kept", err=True)
+            if goes_on:
+                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
             raise InfrastructureError(
                 f"{error.filename or out}: {error.strerror or error}",
-                f"what was measured before is kept; once it can be written: autotune run {shown}/job.yaml --resume",
+                "what was measured before is kept"
+                + (f"; once it can be written: autotune run {shown}/job.yaml --resume" if goes_on else ""),
             ) from error
-    console.print()
-    print_best(console, read_best(out))
-    screen.message(
-        f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
-        f"{result.elapsed_s / 60:.1f} min. History: {shown}/history"
-    )
-    screen.message(f"next: {_command()} export {shown} --to {loaded.export_for or 'plain'}")
 
 
 @cli.command()

@@ -57,7 +57,7 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round
+        ("stage", pa.string()),  # baseline, explore, finalist, round; measure
         ("round", pa.int32()),  # number of the interleaved round; null outside of rounds
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),

@@ -26,7 +26,9 @@ MAX_RETRIES = 2
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
 SIDE_BY_SIDE = "explore"
 """The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
-PROFILED_STAGES = frozenset({"baseline", "finalist"})
+BY_HAND = "measure"
+"""The stage of `autotune measure`."""
+PROFILED_STAGES = frozenset({"baseline", "finalist", BY_HAND})
 """Few trials, and whose bottleneck people ask for. The rounds that decide stay free of it."""
 
 Key = tuple[str, Knobs, int | None]
@@ -100,6 +102,8 @@ class Measurer:
     mean_trial_s: float | None = None
     turns_left: float = 0.0
     """Trials still to come; of those that run side by side, each counts as its share of one."""
+    keep_traces: bool = False
+    """Of the profiled step, for Perfetto, in each trial's folder."""
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
@@ -233,7 +237,8 @@ class Measurer:
         trial, first = self._unfinished.pop(key, (self._next_trial, 0))
         self._next_trial = max(self._next_trial, trial + 1)
         spec = make_spec(self.study.job, self.runner, knobs, stage, trial, round_number)
-        return replace(spec, attempt=first), first + MAX_RETRIES
+        profile = "trace" if spec.profile and self.keep_traces else spec.profile
+        return replace(spec, attempt=first, profile=profile), first + MAX_RETRIES
 
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs

@@ -19,7 +19,7 @@ from trials.record import SYNTHETIC, Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
-STAGES = frozenset({"baseline", "explore", "finalist", "round"})
+STAGES = frozenset({"baseline", "explore", "finalist", "round", "measure"})
 MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3
 """More than any study has: numbers beyond were not written by us."""
 

@@ -20,13 +20,11 @@ from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
-from trials.outcome import OUT_OF_MEMORY, Outcome
+from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
-OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
-"""Of a baseline: the user's model or settings are wrong."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
 STATE_BYTES = 16

@@ -42,6 +42,9 @@ OUT_OF_MEMORY = frozenset({Outcome.OOM_DEVICE, Outcome.OOM_HOST})
 INFRASTRUCTURE = frozenset({Outcome.NODE_LOST, Outcome.UNCLEAN_DEVICE, Outcome.INTERRUPTED})
 """Outcomes that say nothing about the config; only these are tried again."""
 
+OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
+"""Of a config that its user chose: the model or the settings are wrong."""
+
 EXIT_OOM = 78
 EXIT_FAILED = 70
 
