@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from autotune.diagnose import diagnose
 from autotune.errors import UserError
 from autotune.export.base import Best
-from autotune.job import UNPARSABLE
+from autotune.job_file import UNPARSABLE
 from autotune.report.text import gib, loader_advice, mfu_label, percent, rate
 from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict

@@ -37,7 +37,7 @@ def cli() -> None:
 )
 def init(template: str, output: Path) -> None:
     """Write a commented job file to edit."""
-    from autotune.job import shipped
+    from autotune.job_file import shipped
 
     jobs = shipped("jobs")
     if template not in jobs:
@@ -59,7 +59,7 @@ def init(template: str, output: Path) -> None:
 @click.option("--resume", is_flag=True, help="Go on with the run in that folder; nothing it finished is run again.")
 def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None, resume: bool) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
-    from autotune.job import load_job
+    from autotune.job_file import load_job
 
     if trials is not None:
         overrides = (*overrides, f"budget.trials={trials}")
@@ -80,7 +80,7 @@ def measure(
     job: str, settings: tuple[str, ...], repeat: int, profile: bool, as_json: bool, output: Path | None
 ) -> None:
     """Measure one config of JOB by hand: its baseline, with the knobs that --set changes."""
-    from autotune.job import load_job
+    from autotune.job_file import load_job
     from autotune.measure import measure as measure_config
     from autotune.measure import overrides_of
 

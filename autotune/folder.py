@@ -12,7 +12,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from autotune.errors import UserError
-from autotune.job import Job, load_job
+from autotune.job import Job
+from autotune.job_file import load_job
 from trials.files import write_whole
 
 

@@ -15,7 +15,8 @@ from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, UserError
 from autotune.hardware import Peak, peak_for
-from autotune.job import UNPARSABLE, Job
+from autotune.job import Job
+from autotune.job_file import UNPARSABLE
 from autotune.measuring import MAX_RETRIES, make_spec
 from autotune.report.text import gib
 from autotune.rows import Limits, ModelFacts, Study

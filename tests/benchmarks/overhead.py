@@ -25,7 +25,8 @@ from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import SlotRunner
 from autotune.cluster.slots import ray_session
 from autotune.folder import prepare_folder
-from autotune.job import Job, load_job
+from autotune.job import Job
+from autotune.job_file import load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
 from autotune.search.study import Search

@@ -22,7 +22,7 @@ from autotune.cluster.runner import SlotRunner
 from autotune.errors import UserError
 from autotune.folder import prepare_folder
 from autotune.history import History
-from autotune.job import load_job
+from autotune.job_file import load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
 from tests.cluster.conftest import CONFIG, rank_processes, write_job

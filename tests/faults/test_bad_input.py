@@ -21,7 +21,7 @@ from autotune import survey
 from autotune.cluster.runner import SlotRunner
 from autotune.folder import prepare_folder
 from autotune.hardware import peak_for
-from autotune.job import load_job
+from autotune.job_file import load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
 from tests.cluster.conftest import write_job

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.folder import prepare_folder
 from autotune.history import History
-from autotune.job import load_job
+from autotune.job_file import load_job
 from tests.cluster.conftest import write_job
 from tests.cluster.test_run import autotune
 

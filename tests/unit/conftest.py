@@ -6,7 +6,8 @@ from typing import Any
 import optuna
 import pytest
 
-from autotune.job import Job, validate
+from autotune.job import Job
+from autotune.job_file import validate
 from autotune.space import Facts, SearchSpace
 from trials.record import Knobs
 

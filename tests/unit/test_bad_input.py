@@ -17,7 +17,7 @@ import yaml
 from autotune.errors import UserError
 from autotune.folder import prepare_folder, sole_driver
 from autotune.history import SCHEMA, History
-from autotune.job import load_job
+from autotune.job_file import load_job
 from tests.unit.conftest import QUICK
 from tests.unit.test_cli import autotune
 from tests.unit.test_history import row

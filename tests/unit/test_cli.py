@@ -11,7 +11,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.folder import latest_moved, prepare_folder, sole_driver
-from autotune.job import load_job
+from autotune.job_file import load_job
 
 AUTOTUNE = str(Path(sys.executable).with_name("autotune"))
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from autotune.best import to_exportable
 from autotune.errors import UserError
 from autotune.export import EXPORTERS, export
-from autotune.job import load_job
+from autotune.job_file import load_job
 from autotune.report.tables import print_best
 from tests.unit.conftest import QUICK, make_job, make_space
 from tests.unit.test_hostile import best

@@ -19,7 +19,7 @@ from autotune.best import read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import EXPORTERS, export
 from autotune.history import History
-from autotune.job import load_job
+from autotune.job_file import load_job
 from tests.unit.conftest import QUICK, make_space
 from tests.unit.test_history import row
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from autotune.errors import UserError
-from autotune.job import load_job, shipped
+from autotune.job_file import load_job, shipped
 from tests.unit.conftest import QUICK, make_job
 
 

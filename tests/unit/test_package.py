@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FINDS_WHAT_IT_SHIPS = """
 import autotune, trials, search_spaces, sys
-from autotune.job import load_job, shipped
+from autotune.job_file import load_job, shipped
 from autotune.hardware import device_table
 assert "elsewhere" in autotune.__file__, autotune.__file__
 assert "elsewhere" in trials.__file__, trials.__file__
