@@ -14,14 +14,14 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
 	$(BIN)/python -m pytest tests/unit tests/export tests/cluster --ignore=tests/cluster/test_nodes.py
 
-test-ranks: $(DEV)  ## every engine and knob on real gloo ranks, models and data too; minutes
-	$(BIN)/python -m pytest tests/ranks
+test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; gangs over several Ray nodes
+	$(BIN)/python -m pytest tests/ranks tests/cluster/test_nodes.py
 
 test-cluster: $(DEV)  ## real trials on a real local Ray
 	$(BIN)/python -m pytest tests/cluster
 
-test-faults: $(DEV)  ## runs that are killed, stopped and resumed, bad input, several nodes; under 15 minutes
-	$(BIN)/python -m pytest tests/faults tests/cluster/test_nodes.py
+test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, bad input; under 15 minutes
+	$(BIN)/python -m pytest tests/faults
 
 test-gpu: $(DEV)  ## on a machine with a GPU, with the torch that is installed there; under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
