@@ -120,10 +120,14 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
+    from autotune.export import ENGINES
+
+    engine = result.best.knobs.engine
+    export = f"{_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} min. History: {_shown(out)}/history",
-        f"next: {_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}",
+        f"next: {export}" if engine in ENGINES else f"next: the settings, of {engine}, are in {_shown(out)}/best.yaml",
     )
     for line in lines:
         click.echo(printable(line))

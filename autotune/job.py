@@ -396,7 +396,9 @@ class Job(Section):
             wrong = []
             if getattr(self.space, name, None) and not set(knob.engines) & set(engines):
                 wrong.append(f"space.{name}")
-            if name in self.baseline.model_fields_set and not set(knob.engines) & {baseline_engine, *engines}:
+            field = Baseline.model_fields.get(name)
+            given = field is not None and getattr(self.baseline, name) != field.default
+            if given and not set(knob.engines) & {baseline_engine, *engines}:
                 wrong.append(f"baseline.{name}")
             if wrong:
                 explained = f"; {ABSENT_KNOBS[name]}" if name in ABSENT_KNOBS else ""
@@ -404,6 +406,12 @@ class Job(Section):
                     f"{' and '.join(wrong)}: {' and '.join(engines)} {'has' if len(engines) == 1 else 'have'} no such "
                     f"knob{explained}\n    hint: remove it, or add {' or '.join(knob.engines)} to training.engines"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _what_can_be_exported(self) -> Self:
+        if self.export_for is not None and "ddp" in self.training.engines:
+            raise ValueError(f"export_for = {self.export_for}: settings of ddp cannot be exported; remove one of them")
         return self
 
     @model_validator(mode="after")

@@ -22,8 +22,9 @@ def overrides_of(settings: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         UserError: a name without a dot that is no knob.
     """
-    known = {**{name: f"baseline.{name}" for name in Baseline.model_fields}, **ELSEWHERE}
-    found = ["space={}"]  # nothing is searched, so no candidate can be wrong
+    known = {**{name: name for name in Job.model_fields}, **ELSEWHERE}
+    known |= {name: f"baseline.{name}" for name in Baseline.model_fields}
+    found = ["space={}", "export_for=null"]  # nothing is searched or handed over, so no candidate can be wrong
     for setting in settings:
         key, equals, value = setting.partition("=")
         if "." not in key and key not in known:

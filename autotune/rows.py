@@ -115,6 +115,8 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
     for name in ("allocated_gib", "reserved_gib", "hardware_flops_per_token", "mfu", "mfu_causal", "hfu"):
         if row.get(name) is not None and not _is_figure(row[name]):
             raise ValueError(f"{name} {row[name]}")
+    if not all(isinstance(loss, float) and math.isfinite(loss) for loss in row.get("losses") or []):
+        raise ValueError(f"losses {row['losses']}")
     used = limits.judged_gib(row)
     over = 0.0
     if outcome is Outcome.OK:

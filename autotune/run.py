@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
@@ -21,7 +22,7 @@ from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
 from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
-from trials.record import Knobs
+from trials.record import ENGINE_KNOBS, Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
@@ -147,21 +148,27 @@ class Run:
         return attempt
 
     def _careful(self) -> Knobs:
-        """What takes least memory: one sequence at a time, everything recomputed, nothing kept gathered."""
+        """What takes least memory: sharded, one sequence at a time, everything recomputed, nothing kept gathered."""
+        base = self.space.baseline
+        torchs_own: dict[str, Any] = dict.fromkeys(ENGINE_KNOBS)
+        sharding = [engine for engine in (base.engine, *self.job.training.engines) if engine != "ddp"]
         return self.space.canonical(
             replace(
-                self.space.baseline,
+                base,
+                **torchs_own,
+                engine=sharding[0] if sharding else "ddp",
                 micro_batch_size=1,
                 grad_accum_steps=self.space.pairs[1],
                 sync_each_micro_batch=True,
-                reshard_after_forward=True,
-                bucket_cap_mb=max(self.space.facts.block_mib),
+                bucket_cap_mb=max(self.space.facts.block_mib) if sharding else base.bucket_cap_mb,
+                blocks_per_unit=1,
                 activation_checkpointing="full",
             )
         )
 
     def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
-        states_gib = STATE_BYTES * self.study.model.num_params / self.study.world_size / GIB
+        num_shards = 1 if attempt.knobs.engine == "ddp" else self.study.world_size
+        states_gib = STATE_BYTES * self.study.model.num_params / num_shards / GIB
         return NothingFitsError(
             f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
             f"memory: {attempt.reason.splitlines()[0]}\n  weights, gradients and the optimizer's states alone take "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -103,6 +104,7 @@ class SearchSpace:
         self.has_loader = not job.data.is_synthetic
         self._note_no_loader(job)
         self.baseline = self._baseline(job)
+        self._check_baseline(job)
         self.candidates = self._resolve(job)
         if job.export_for is not None:
             self._pin(job)
@@ -133,6 +135,13 @@ class SearchSpace:
                 **{name: value for name, value in extras.items() if value is not None},
             }
         )
+
+    def _check_baseline(self, job: Job) -> None:
+        for name in EXTRA_KNOBS:
+            value = getattr(self.baseline, name)
+            problem = "" if value is None else inapplicable(name, (value,), job, self.facts)
+            if problem:
+                raise UserError(f"baseline.{name} = {value}: {problem}", "remove it, or what it does not go with")
 
     @staticmethod
     def _baseline_value(job: Job, name: str) -> Any:
@@ -177,7 +186,8 @@ class SearchSpace:
             "prefetch_factor": (self.has_loader and asked.prefetch_factor) or (job.baseline.prefetch_factor,),
         }
         if "ddp" in job.training.engines:
-            found[DDP_CAP] = DDP_CAPS_MB if asked.bucket_cap_mb == "auto" else asked.bucket_cap_mb or (DDP_CAP_MB,)
+            kept = (base.bucket_cap_mb if base.engine == "ddp" else DDP_CAP_MB,)
+            found[DDP_CAP] = DDP_CAPS_MB if asked.bucket_cap_mb == "auto" else asked.bucket_cap_mb or kept
         for name in EXTRA_KNOBS:
             knob = ENGINE_KNOBS.get(name)
             if knob is None or set(knob.engines) & set(job.training.engines):
@@ -207,7 +217,8 @@ class SearchSpace:
     def _bucket_caps(self, job: Job) -> tuple[float, ...]:
         asked = job.space.bucket_cap_mb
         if asked is None:
-            cap = job.baseline.bucket_cap_mb or max(self.facts.block_mib)
+            given = job.baseline.bucket_cap_mb if self.baseline.engine != "ddp" else None
+            cap = given or max(self.facts.block_mib)
             return (self._canonical_cap(cap)[0],)
         if asked == "auto":
             sizes = [1]
@@ -245,6 +256,7 @@ class SearchSpace:
             mode for mode in self.candidates["activation_checkpointing"] if mode in pins["activation_checkpointing"]
         )
         kept["bucket_cap_mb"] = (self._canonical_cap(max(self.facts.block_mib))[0],)
+        kept["reduce_dtype"] = (job.reduce_dtype,)
         if not kept["activation_checkpointing"]:
             raise UserError(
                 f"export_for = {target}: none of space.activation_checkpointing = "
@@ -317,18 +329,34 @@ class SearchSpace:
                 drawn[_field(name)] = trial.suggest_categorical(name, list(values))
         return self._config(drawn)
 
+    @functools.cached_property
+    def _draws(self) -> dict[Knobs, dict[str, Any]]:
+        """Every config of the space, and the first draw of candidates that makes it."""
+        drawn: list[dict[str, Any]] = [{}]
+        for name, values in self.candidates.items():
+            drawn = [
+                {**one, name: value} if _exists(name, one, self.pairs) else one
+                for one in drawn
+                for value in (values if _exists(name, one, self.pairs) else values[:1])
+            ]
+        found: dict[Knobs, dict[str, Any]] = {}
+        for one in drawn:
+            found.setdefault(self._config({_field(name): value for name, value in one.items()}), one)
+        return found
+
     def params(self, knobs: Knobs) -> dict[str, Any]:
         """The draws that `suggest` turns into `knobs`.
 
         Raises:
-            ValueError: a value that is no candidate.
+            ValueError: no candidates make that config.
         """
-        found: dict[str, Any] = {}
-        for name, values in self._existing(knobs):
-            if len(values) > 1:
-                value = self._candidate(name, knobs)
-                found[name] = values.index(value) if name in ORDERED else value
-        return found
+        if knobs not in self._draws:
+            raise ValueError(f"{knobs} is made by no candidates of {self.candidates}")
+        return {
+            name: self.candidates[name].index(value) if name in ORDERED else value
+            for name, value in self._draws[knobs].items()
+            if len(self.candidates[name]) > 1
+        }
 
     def distributions(self, knobs: Knobs) -> dict[str, optuna.distributions.BaseDistribution]:
         """Optuna's distributions of `params(knobs)`."""
@@ -340,41 +368,11 @@ class SearchSpace:
         }
 
     def contains(self, knobs: Knobs) -> bool:
-        try:
-            for name, _ in self._existing(knobs):
-                self._candidate(name, knobs)
-        except ValueError:
-            return False
-        return True
-
-    def _existing(self, knobs: Knobs) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        values = knobs.to_dict()
-        return (item for item in self.candidates.items() if _exists(item[0], values, self.pairs))
-
-    def _candidate(self, name: str, knobs: Knobs) -> Any:
-        """The candidate that means what `knobs` has; canonical() may have spelt it otherwise.
-
-        Raises:
-            ValueError: there is none.
-        """
-        values, found = self.candidates[name], getattr(knobs, _field(name))
-        if found in values:
-            return found
-        for value in values:
-            if self.canonical(replace(knobs, **{_field(name): value})) == knobs:
-                return value
-        raise ValueError(f"{name} = {found!r} is no candidate of {values}")
+        return knobs in self._draws
 
     def configs(self) -> Iterator[Knobs]:
         """Every config of the space once, in canonical form."""
-        drawn: list[dict[str, Any]] = [{}]
-        for name, values in self.candidates.items():
-            drawn = [
-                {**one, _field(name): value} if _exists(name, one, self.pairs) else one
-                for one in drawn
-                for value in (values if _exists(name, one, self.pairs) else values[:1])
-            ]
-        yield from dict.fromkeys(self._config(one) for one in drawn)
+        return iter(self._draws)
 
 
 def _field(name: str) -> str:

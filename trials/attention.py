@@ -44,6 +44,8 @@ def only(backend: str) -> Iterator[None]:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which attention kernels run, and whether anything makes a softmax over seq_len x seq_len scores."""
 
+    supports_higher_order_operators = True  # of models that use flex_attention
+
     def __init__(self, seq_len: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seq_len = seq_len
@@ -52,7 +54,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._opname
+        name = getattr(func, "_opname", "")
         if name.startswith("_scaled_dot_product_"):
             self._kernels |= {backend for backend in BACKENDS if backend in name and "backward" not in name}
         elif "softmax" in name and isinstance(out, Tensor):

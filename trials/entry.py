@@ -110,6 +110,8 @@ class Rank:
         optimizer = make_optimizer(model.module, spec.optimizer, knobs.fused_optimizer)
         stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device)
         attention_backend = self._first_step(stepper)
+        if spec.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not initialising's or compiling's
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
         self.report.applied = {
@@ -191,10 +193,7 @@ class Rank:
         spec = self.spec
         mesh = init_device_mesh(spec.device, (spec.world_size,))
         device = torch.device("cuda", self.local_rank) if spec.device == "cuda" else torch.device("cpu")
-        model = wrap.build(workload, knobs, spec.precision, mesh, device, spec.seed)
-        if spec.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not its initialisation's
-        return model
+        return wrap.build(workload, knobs, spec.precision, mesh, device, spec.seed)
 
     def _first_step(self, stepper: Stepper) -> str:
         """Compiles, if asked; else shows which attention kernel runs. The knob's value, as far as it was seen.

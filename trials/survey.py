@@ -42,7 +42,7 @@ def survey_model(workload: Workload, seq_len: int, precision: str) -> dict[str, 
 def has_dropout(model: nn.Module) -> bool:
     """Whether some module draws random numbers in training: a Dropout, or a rate that it hands to a function."""
     for module in model.modules():
-        rates = [value for name, value in vars(module).items() if "dropout" in name or name == "p"]
+        rates = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name or name == "p"]
         if any(isinstance(rate, float) and rate > 0 for rate in rates):
             return True
     return False

@@ -55,7 +55,8 @@ SCRIPTED: dict[str, Callable[[Any], str]] = {
         f"`for i, unit in enumerate(units): unit.set_modules_to_backward_prefetch(units[max(0, i - {n}) : i][::-1])`."
     ),
     "replicate_degree": lambda n: (
-        f'`mesh = init_device_mesh("cuda", ({n}, world_size // {n}), mesh_dim_names=("replicate", "shard"))`.'
+        f'`mesh = init_device_mesh("cuda", ({n}, world_size // {n}), mesh_dim_names=("replicate", "shard"))`; FSDP1 '
+        "takes it as device_mesh, with sharding_strategy HYBRID_SHARD, or _HYBRID_SHARD_ZERO2 without resharding."
     ),
     "cpu_offload": lambda _: "`fully_shard(..., offload_policy=CPUOffloadPolicy())` for each unit and the model.",
     "compile": lambda _: "`for block in layers: block.compile()`, after checkpointing and before sharding.",

@@ -36,7 +36,6 @@ SHORT_NAMES = {
 }
 LEAST_SHOWN = 0.005
 """Of a step; less is not listed."""
-_DERIVED = ("bucket_cap_mb",)  # said by blocks_per_unit
 
 
 def loader_advice(best: dict[str, Any]) -> str | None:
@@ -70,9 +69,14 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
         f"{SHORT_NAMES[name]} {value(knobs[name])}"
         for name in SHORT_NAMES
         # None is a knob of another engine, which `engine` says.
-        if knobs.get(name) is not None and name not in _DERIVED and knobs[name] != baseline.get(name)
+        if knobs.get(name) is not None and not _is_said(name, knobs) and knobs[name] != baseline.get(name)
     ]
     return ", ".join(changed) or "as baseline"
+
+
+def _is_said(name: str, knobs: dict[str, Any]) -> bool:
+    """By blocks_per_unit, where the engine has units."""
+    return name == "bucket_cap_mb" and knobs.get("blocks_per_unit") is not None
 
 
 def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:

@@ -18,7 +18,8 @@ def _keeps_no_less(mode: str, other: str) -> bool:
     if mode in {other, "none"} or other == "full":
         return True
     stride, other_stride = checkpoint_stride(mode), checkpoint_stride(other)
-    return stride is not None and other_stride is not None and stride >= other_stride
+    # Only so does it checkpoint a part of the same blocks, whatever their sizes.
+    return stride is not None and other_stride is not None and stride % other_stride == 0
 
 
 COMPARED = frozenset(
@@ -55,10 +56,21 @@ def takes_no_less_memory(knobs: Knobs, other: Knobs) -> bool:
         and knobs.micro_batch_size >= other.micro_batch_size
         and _keeps_no_less(knobs.activation_checkpointing, other.activation_checkpointing)
         and _keeps_no_less_gathered(knobs, other)
-        and knobs.bucket_cap_mb >= other.bucket_cap_mb
+        and _has_no_smaller_units(knobs, other)
+        # Without workers, a CPU's rank loads and tokenises itself, in the memory that its limit counts.
+        and (other.num_workers > 0 or knobs.num_workers == 0)
         and (holds_unsharded_gradients(knobs) or not holds_unsharded_gradients(other))
         and (knobs.grad_accum_steps > 1 or other.grad_accum_steps == 1)
     )
+
+
+def _has_no_smaller_units(knobs: Knobs, other: Knobs) -> bool:
+    """Units that are made of whole units of the other's; what DDP's buckets do to memory is not known."""
+    if knobs.bucket_cap_mb == other.bucket_cap_mb:
+        return True
+    if knobs.blocks_per_unit is None or other.blocks_per_unit is None:
+        return False
+    return knobs.bucket_cap_mb > other.bucket_cap_mb and knobs.blocks_per_unit % other.blocks_per_unit == 0
 
 
 def _keeps_no_less_gathered(knobs: Knobs, other: Knobs) -> bool:

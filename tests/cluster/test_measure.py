@@ -60,6 +60,7 @@ def test_a_config_that_does_not_fit_exits_3(tmp_path: Path) -> None:
 def test_knobs_become_the_baseline_and_unknown_ones_are_refused() -> None:
     assert overrides_of(("micro_batch_size=4", "reduce_dtype=bf16", "model.seq_len=64")) == (
         "space={}",
+        "export_for=null",
         "baseline.micro_batch_size=4",
         "training.reduce_dtype=bf16",
         "model.seq_len=64",

@@ -158,6 +158,24 @@ def test_dominance_between_engines_is_not_known_and_within_fsdp1_follows_what_is
     assert not takes_no_less_memory(space.baseline, fsdp1())
 
 
+def test_dominance_leaves_open_what_has_no_known_direction(space: SearchSpace) -> None:
+    def config(**changes: object) -> Knobs:
+        return replace(space.baseline, **({"bucket_cap_mb": 3.0, "num_workers": 1} | changes))  # type: ignore[arg-type]
+
+    assert not takes_no_less_memory(
+        config(bucket_cap_mb=7.0, blocks_per_unit=7), config(bucket_cap_mb=6.0, blocks_per_unit=6)
+    ), "units that are not made of whole ones"
+    assert takes_no_less_memory(
+        config(bucket_cap_mb=12.0, blocks_per_unit=12), config(bucket_cap_mb=6.0, blocks_per_unit=6)
+    )
+    every_3, every_2 = config(activation_checkpointing="every_3"), config(activation_checkpointing="every_2")
+    assert not takes_no_less_memory(every_3, every_2), "other blocks, which may be larger"
+    assert takes_no_less_memory(config(activation_checkpointing="every_4"), every_2)
+    assert not takes_no_less_memory(config(), config(num_workers=0)), "whose rank loads in its own memory"
+    assert not takes_no_less_memory(config(engine="ddp"), config(engine="ddp", bucket_cap_mb=1.0))
+    assert not takes_no_less_memory(config(fused_optimizer=True), config())
+
+
 def test_a_host_out_of_memory_rules_out_nothing_but_itself(tmp_path: Path) -> None:
     space = make_space()
     search = Search(space, "random", seed=0, log=tmp_path / "optuna.log")

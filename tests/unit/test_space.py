@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
+from autotune.job_file import load_job
 from autotune.space import Facts, SearchSpace, batch_pairs
 from tests.unit.conftest import QUICK, make_job, make_space
 from trials.record import ENGINE_KNOBS, FSDP1_KNOBS, Knobs, group_blocks, unit_cap_mb
@@ -267,3 +269,38 @@ def test_units_hold_at_most_the_cap_and_their_own_cap_groups_them_alike(sizes: l
     for start, count in zip(starts, units, strict=True):
         assert count == 1 or sum(sizes[start : start + count]) <= cap + 1e-9
     assert unit_cap_mb(sizes, units) >= max(sum(sizes[s : s + n]) for s, n in zip(starts, units, strict=True)) - 1e-9
+
+
+def test_the_last_unit_kept_of_one_is_a_config_like_any_other() -> None:
+    space = make_space(space={"bucket_cap_mb": "auto", "keep_last_units": [0, 1]})
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    for config in space.configs():
+        study = optuna.create_study()
+        study.enqueue_trial(space.params(config))
+        assert space.suggest(study.ask()) == config
+        assert space.contains(config)
+    assert any(config.reshard_after_forward is False for config in space.configs())
+
+
+def test_a_cap_that_is_left_out_keeps_the_baselines_of_its_own_engine() -> None:
+    ddp = make_space(training={"engines": ["ddp"]}, space={}, baseline={"bucket_cap_mb": 100})
+    assert {config.bucket_cap_mb for config in ddp.configs()} == {100}
+    assert ddp.contains(ddp.baseline)
+    other = make_space(space={}, baseline={"engine": "ddp", "bucket_cap_mb": 25})
+    assert {config.blocks_per_unit for config in other.configs()} == {1}
+
+
+def test_a_baseline_that_the_machine_has_not_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"baseline.attention_backend = cudnn: a CPU has no cudnn"):
+        make_space(baseline={"attention_backend": "cudnn"})
+
+
+def test_a_job_of_ddp_alone_can_be_read_again_as_it_is_written(tmp_path: Path) -> None:
+    job = make_job(training={"engines": ["ddp"]}, space={})
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    assert load_job(str(tmp_path / "job.yaml")) == job
+
+
+def test_settings_of_ddp_cannot_be_tuned_for_an_export() -> None:
+    with pytest.raises(UserError, match="settings of ddp cannot be exported"):
+        make_job(training={"engines": ["fsdp2", "ddp"]}, export_for="accelerate")

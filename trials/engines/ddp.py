@@ -18,6 +18,10 @@ from trials.record import ENGINE_KNOBS
 class Ddp:
     def __init__(self, plan: Plan) -> None:
         self.blocks = plan.blocks
+        if plan.precision == "bf16":
+            # Around the forward alone: over a backward, autocast would keep its bf16 copies of all weights.
+            autocast = torch.autocast(plan.device.type, torch.bfloat16)
+            plan.model.forward = autocast(plan.model.forward)
         fill_buffers(plan.model, plan.workload, plan.device)
         Materialiser(plan.model, plan.workload, plan.device, plan.seed)(plan.model)
         self.module: nn.Module = DistributedDataParallel(
@@ -27,12 +31,11 @@ class Ddp:
             bucket_cap_mb=plan.knobs.bucket_cap_mb,
             gradient_as_bucket_view=True,  # else each gradient is held twice
         )
-        self._autocast = torch.autocast(plan.device.type, torch.bfloat16, enabled=plan.precision == "bf16")
 
     @contextmanager
     def micro_step(self, *, last: bool, sync: bool) -> Iterator[None]:
         held_back = not (last or sync) and isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync() if held_back else nullcontext(), self._autocast:  # type: ignore[operator]
+        with self.module.no_sync() if held_back else nullcontext():  # type: ignore[operator]
             yield
 
     def reduces_gradients(self) -> bool:
