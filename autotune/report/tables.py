@@ -23,6 +23,9 @@ from autotune.report.text import (
 )
 
 
+ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") + 1])
+
+
 def print_best(console: Console, best: dict[str, Any]) -> None:
     """The content of best.yaml: baseline beside best, and the settings to copy."""
     baseline, evidence = best["baseline"], best["evidence"]
@@ -39,8 +42,8 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     table.add_section()
     for name in SHORT_NAMES:
         settings = best["settings"].get(name), baseline["settings"].get(name)
-        if settings == (None, None):
-            continue  # a knob of another engine
+        if settings == (None, None) or (name not in ALWAYS_SHOWN and settings[0] == settings[1]):
+            continue  # a knob of another engine, or one that few touch
         ours, theirs = (value(setting) for setting in settings)
         table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
