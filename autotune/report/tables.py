@@ -22,7 +22,6 @@ from autotune.report.text import (
     value,
 )
 
-
 ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") + 1])
 
 
