@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
+SLOW_CLUSTER := tests/cluster/test_nodes.py tests/cluster/test_measure.py
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
@@ -12,10 +13,10 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
 
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
-	$(BIN)/python -m pytest tests/unit tests/export tests/cluster --ignore=tests/cluster/test_nodes.py
+	$(BIN)/python -m pytest tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
 
-test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; gangs over several Ray nodes
-	$(BIN)/python -m pytest tests/ranks tests/cluster/test_nodes.py
+test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure by hand; gangs over several Ray nodes
+	$(BIN)/python -m pytest tests/ranks $(SLOW_CLUSTER)
 
 test-cluster: $(DEV)  ## real trials on a real local Ray
 	$(BIN)/python -m pytest tests/cluster

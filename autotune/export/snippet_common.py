@@ -33,6 +33,7 @@ KEPT_OPS = (
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
