@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
+# Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SLOW_CLUSTER := tests/cluster/test_nodes.py tests/cluster/test_measure.py
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
@@ -13,16 +15,16 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
 
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
-	$(BIN)/python -m pytest tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
+	$(PYTEST) tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
 
 test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure by hand; gangs over several Ray nodes
-	$(BIN)/python -m pytest tests/ranks $(SLOW_CLUSTER)
+	$(PYTEST) tests/ranks $(SLOW_CLUSTER)
 
 test-cluster: $(DEV)  ## real trials on a real local Ray
-	$(BIN)/python -m pytest tests/cluster
+	$(PYTEST) tests/cluster
 
 test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, bad input; under 15 minutes
-	$(BIN)/python -m pytest tests/faults
+	$(PYTEST) tests/faults
 
 test-gpu: $(DEV)  ## on a machine with a GPU, with the torch that is installed there; under 8 minutes
 	$(BIN)/python -m pytest tests/gpu

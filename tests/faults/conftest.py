@@ -100,7 +100,7 @@ TROUBLED = """
 
     def make(seq_len, trouble, config):
         if trouble == "slow_import":
-            time.sleep(15)
+            time.sleep(60)
         return Troubled(seq_len, trouble, config)
 """
 

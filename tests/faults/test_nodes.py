@@ -140,11 +140,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("section", "afterwards"),
-    [
-        ({"nodes_per_trial": 2}, "is tried again"),
-        ({"parallel_trials": 3}, "no nodes are left for more: 2 at once from here on"),
-    ],
+    "section",
+    [{"nodes_per_trial": 2}, {"parallel_trials": 3}],
     ids=["a gang over two nodes", "three trials side by side"],
 )
 def test_a_study_that_loses_a_node_while_it_explores_ends_with_a_right_best(
@@ -152,7 +149,6 @@ def test_a_study_that_loses_a_node_while_it_explores_ends_with_a_right_best(
     submit: Callable[..., Future[Any]],
     tmp_path: Path,
     section: dict[str, Any],
-    afterwards: str,
 ) -> None:
     before = rank_processes()
     process = start_run(tmp_path, **section)
@@ -165,7 +161,7 @@ def test_a_study_that_loses_a_node_while_it_explores_ends_with_a_right_best(
     output, errors = process.communicate(timeout=200)
     print(output, errors)
     assert process.returncode == 0
-    assert afterwards in output
+    assert "is tried again" in output
     assert "state-dump" not in output, "Ray's own words on a dead node are not the user's"
 
     rows = rows_of(tmp_path)
@@ -196,15 +192,14 @@ def has_a_rank(agent: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_with_several_trials_under_way_records_them_and_resumes(
-    cluster: Cluster, submit: Callable[..., Future[Any]], tmp_path: Path, number: signal.Signals
+    cluster: Cluster, submit: Callable[..., Future[Any]], tmp_path: Path
 ) -> None:
     before = rank_processes()
     process = start_run(tmp_path, parallel_trials=3)
     wait_for(tmp_path, 4)
     time.sleep(0.5)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     wait_until_gone(before)
