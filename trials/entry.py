@@ -111,7 +111,9 @@ class Rank:
         stepper = Stepper(model, optimizer, batches, workload.loss, knobs, spec.device)
         attention_backend = self._first_step(stepper)
         if spec.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not initialising's or compiling's
+            # A run's peak is its steps', not initialising's or compiling's; nor what the allocator still keeps of them.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
         self.report.applied = {

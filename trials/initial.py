@@ -16,15 +16,28 @@ from trials.workload import Workload
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
-def full_value(workload: Workload, seed: int, name: str, shape: torch.Size) -> Tensor:
-    """The whole (unsharded) value of the parameter `name`, fp32 on the host.
+LARGEST_ON_A_GPU = 2**30
+"""Elements: 4 GiB in fp32, for a moment, before there are gradients or an optimizer's states."""
+
+
+def full_value(workload: Workload, seed: int, name: str, shape: torch.Size, device: torch.device) -> Tensor:
+    """The whole (unsharded) value of the parameter `name`, fp32.
 
     Args:
         name: as in the model, with or without checkpoint wrappers.
+        device: what the rank trains on. A GPU draws a billion numbers in the time in which a host draws a few million,
+            and each rank draws all of them.
     """
     plain = name.replace(CHECKPOINT_PREFIX, "")
     number = int.from_bytes(hashlib.sha256(f"{seed}/{plain}".encode()).digest()[:7])
-    return workload.init_parameter(plain, shape, torch.Generator().manual_seed(number))
+    drawn_on = device_to_draw_on(shape, device)
+    with drawn_on:
+        return workload.init_parameter(plain, shape, torch.Generator(drawn_on).manual_seed(number))
+
+
+def device_to_draw_on(shape: torch.Size, device: torch.device) -> torch.device:
+    """The host for a table so large that the whole of it may not fit beside the shards of the others."""
+    return device if shape.numel() < LARGEST_ON_A_GPU else torch.device("cpu")
 
 
 def fill_buffers(model: nn.Module, workload: Workload, device: torch.device) -> None:
@@ -70,5 +83,5 @@ class Materialiser:
         self._done |= made.keys()
 
     def _value(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        full = full_value(self._workload, self._seed, name, parameter.shape)
+        full = full_value(self._workload, self._seed, name, parameter.shape, self._device)
         return nn.Parameter(full.to(self._device, parameter.dtype), requires_grad=parameter.requires_grad)

@@ -54,7 +54,11 @@ class Workload(Protocol):
         ...
 
     def init_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """A new full (unsharded) value, fp32 on CPU, for the parameter `name`."""
+        """A new full (unsharded) value, fp32, for the parameter `name`.
+
+        The default device is the generator's here: `torch.normal(0.0, 0.02, shape, generator=generator)` is right on a
+        host and on a GPU.
+        """
         ...
 
     def init_buffers(self, model: nn.Module) -> None:

@@ -127,7 +127,7 @@ def initialise(model: nn.Module, workload: Workload, device: torch.device, seed:
     model.to_empty(device="cpu" if offloaded else device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            full = full_value(workload, seed, name, parameter.shape)
+            full = full_value(workload, seed, name, parameter.shape, device)
             if isinstance(parameter, DTensor):
                 parameter.to_local().copy_(_local_shard(full, parameter))
             else:
@@ -141,7 +141,7 @@ def initialise(model: nn.Module, workload: Workload, device: torch.device, seed:
 
 
 def _local_shard(full: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of `full`, cut on the host: the whole of a large table need not fit on the device."""
+    """This rank's part of `full`, cut where that was drawn."""
     for dim_of_mesh, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             parts = torch.chunk(full, parameter.device_mesh.size(dim_of_mesh), dim=placement.dim)
