@@ -42,8 +42,8 @@ class Machine:
     """Processes and threads that the cgroups allow in all; None without a limit."""
     is_root: bool
     """Whom `nproc` does not bind."""
-    has_nvidia_gpu: bool
-    """The kernel has one, whatever torch can use."""
+    has_gpu: bool
+    """The kernel has a device of NVIDIA's or AMD's, whatever torch can use."""
     compiler: str | None
     """C++, which torch.compile calls on a CPU."""
     python: str
@@ -76,7 +76,7 @@ def examine() -> Machine:
         limits={name: _soft_limit(name) for name in ("as", "data", "nofile", "nproc", "memlock")},
         max_tasks=cgroup.max_tasks(),
         is_root=os.geteuid() == 0,
-        has_nvidia_gpu=Path("/proc/driver/nvidia/gpus").is_dir(),
+        has_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(),
         compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         python=platform.python_version(),
         versions=_versions(),

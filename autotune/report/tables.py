@@ -59,7 +59,7 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:
     label, limit = mfu_label(conventions["peak_source"]), gib(conventions["limit_gib"])
     shares = [figures.get("share_of_achievable") for figures in (baseline, best)]
-    achievable = [("share of achievable", *map(percent, shares))] if any(shares) else []
+    achievable = [("share of achievable", percent(shares[0]), percent(shares[1]))] if any(shares) else []
     return [
         ("tokens/s per rank", rate(baseline["tokens_per_s_per_rank"]), rate(best["tokens_per_s_per_rank"])),
         (label, percent(baseline["mfu"]), percent(best["mfu"])),
