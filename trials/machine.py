@@ -76,11 +76,16 @@ def examine() -> Machine:
         limits={name: _soft_limit(name) for name in ("as", "data", "nofile", "nproc", "memlock")},
         max_tasks=cgroup.max_tasks(),
         is_root=os.geteuid() == 0,
-        has_gpu=any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(),
+        has_gpu=has_gpu(),
         compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         python=platform.python_version(),
         versions=_versions(),
     )
+
+
+def has_gpu() -> bool:
+    """Whether the kernel has a GPU of NVIDIA's or AMD's for this process, whatever torch can use."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def cpus_allowed() -> int:

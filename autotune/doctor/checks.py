@@ -24,8 +24,10 @@ SLOW_RANK = 0.95
 """Of the median rank's matmul rate; healthy GPUs of a node lie within this (github.com/stas00/ml-engineering)."""
 LEAST_OF_PEAK = 0.5
 """MI300X's share of its peak, the least of what is published; NVIDIA's reach 0.73 and more."""
-FILES_PER_PROCESS, FILES_PER_WORKER = 256, 16
-"""File descriptors: Python, torch and gloo's pairs; a loader worker's pipes, semaphores and batches on their way."""
+FILES_PER_PROCESS, FILES_PER_WORKER, FILES_PER_PEER = 256, 16, 8
+"""File descriptors: Python and torch; a loader worker's pipes and semaphores; gloo's pair with another rank."""
+MAPPED_GIB = 8.0
+"""That a CPU rank maps beside what it uses: torch's libraries and threads. CUDA maps more than there is memory."""
 TASKS_OF_RAY, TASKS_PER_RANK, TASKS_PER_WORKER = 400, 64, 8
 """Processes and threads; Ray's own grow with the CPUs."""
 
@@ -38,7 +40,7 @@ def job(exam: Examination) -> Finding | None:
     """What is examined."""
     cluster = exam.job.cluster
     nodes = f"{cluster.nodes_per_trial} nodes x " if cluster.nodes_per_trial > 1 else ""
-    ranks = f"{nodes}{cluster.ranks_per_node} ranks on {exam.device}, {exam.job.training.precision}"
+    ranks = f"{nodes}{_count(cluster.ranks_per_node, 'rank')} on {exam.device}, {exam.job.training.precision}"
     if exam.is_default:
         return Finding("note", "job", f"none given: the model shapes of the shipped {exam.job_name}, {ranks}")
     return Finding("ok", "job", f"{exam.job_name}: {ranks}")
@@ -59,9 +61,8 @@ def ray_cluster(exam: Examination) -> Finding | None:
     """What Ray has, where it is another's: one that is started here has what the machine has."""
     if exam.job.cluster.address == "local" or not exam.cluster:
         return None
-    return Finding(
-        "ok", "Ray", f"{len(exam.cluster)} nodes at {exam.job.cluster.address}: {describe(list(exam.cluster))}"
-    )
+    nodes = list(exam.cluster)
+    return Finding("ok", "Ray", f"{len(nodes)} nodes at {exam.job.cluster.address}: {describe(nodes)}")
 
 
 @node_check
@@ -93,7 +94,7 @@ def devices(exam: Examination, node: NodeFacts) -> Finding | None:
 def _no_gpu_because(node: NodeFacts) -> str:
     facts = node.torch
     if not node.machine.has_gpu:
-        return "run it on a machine with a GPU, or set cluster.device to cpu; in a container, is it started with --gpus all?"
+        return "run it on a node with a GPU (a container needs --gpus all), or set cluster.device: cpu"
     if not facts.gpu_build:
         return f"a GPU is here, but torch {facts.version} is a CPU build: {GET_TORCH}"
     return f"{facts.problem or 'no device'}: update the driver to one for {facts.gpu_build}, or torch: {GET_TORCH}"
@@ -105,8 +106,8 @@ def without_a_gpu(exam: Examination, node: NodeFacts) -> Finding | None:
     if exam.device == "cuda":
         return None
     means = (
-        "ranks are CPU processes, collectives go over gloo, and MFU is against a matmul rate probed on this CPU: figures "
-        "compare configs on this machine, and do not transfer to GPUs"
+        "ranks are CPU processes, collectives go over gloo, and MFU is against a matmul rate probed on this CPU: "
+        "figures compare configs on this machine, and do not transfer to GPUs"
     )
     if node.torch.gpus:
         return Finding("note", "no GPU used", f"the job says cpu: {means}", "set cluster.device: cuda to use the GPUs")
@@ -179,9 +180,7 @@ def achievable(exam: Examination) -> Finding | None:
         how = "the peak is too low: MFU could pass 1. Set cluster.peak_tflops_per_s from the device's data sheet"
         return Finding("note", "achievable", value, how)
     if exam.device == "cuda" and known and middle.best_tflops_per_s < LEAST_OF_PEAK * known:
-        how = (
-            "see clocks, power cap and temperature (`nvidia-smi -q -d CLOCK,POWER,PERFORMANCE`), and what else uses it"
-        )
+        how = "see `nvidia-smi -q -d CLOCK,POWER,PERFORMANCE`: clocks, power cap, heat; and what else uses the device"
         return Finding("note", "achievable", value, how)
     return Finding("ok", "achievable", value)
 
@@ -197,16 +196,11 @@ def even_ranks(exam: Examination) -> Finding | None:
     if exam.device == "cpu" or len(rates) < 2:
         return None  # CPU ranks are probed by CPU time, which does not see who is kept waiting
     middle = statistics.median(rate for _, rate in rates)
-    slow = [
-        f"rank {rank.rank} on {rank.host} ({percent(rate / middle)})"
-        for rank, rate in rates
-        if rate < SLOW_RANK * middle
-    ]
+    slow = [(rank, rate / middle) for rank, rate in rates if rate < SLOW_RANK * middle]
     if slow:
-        value = f"of the median rank's matmul rate only: {', '.join(slow)}"
-        return Finding(
-            "note", "slow rank", value, "look at its clocks, temperature and power cap before you train on it"
-        )
+        named = ", ".join(f"rank {rank.rank} on {rank.host} at {percent(share)}" for rank, share in slow)
+        how = "look at its clocks, heat and power cap before you train on it: each step waits for it"
+        return Finding("note", "slow rank", f"{named} of the median rank's matmul rate", how)
     return Finding("ok", "even ranks", f"all {len(rates)} within {percent(1 - SLOW_RANK)} of the median")
 
 
@@ -218,7 +212,7 @@ def quiet(exam: Examination) -> Finding | None:
         return None
     value = f"ranks that only multiplied had the CPU {percent(min(shares))} of the time"
     if min(shares) < BUSY_BELOW:
-        how = "others use these CPUs, and measured times will scatter: end them, or give the run CPUs of its own (taskset)"
+        how = "others use these CPUs, and times will scatter: end them, or give the run CPUs of its own (taskset)"
         return Finding("note", "quiet", value, how)
     return Finding("ok", "quiet", value)
 
@@ -252,7 +246,8 @@ def all_gather_bandwidth(exam: Examination) -> Finding | None:
 def cpus(exam: Examination, node: NodeFacts) -> Finding | None:
     machine, ranks = node.machine, exam.job.cluster.ranks_per_node
     quota = f"{machine.cpu_quota:g}" if machine.cpu_quota is not None else "none"
-    value = f"{machine.cpus_allowed} of {machine.cpus_online} allowed (affinity {machine.cpus_affinity}, cgroup quota {quota})"
+    by = f"affinity {machine.cpus_affinity}, cgroup quota {quota}"
+    value = f"{machine.cpus_allowed} of {machine.cpus_online} allowed ({by})"
     if machine.cpus_allowed < ranks:
         how = f"allow at least {ranks} CPUs (taskset, --cpus), or set cluster.ranks_per_node to {machine.cpus_allowed}"
         if exam.device == "cpu":
@@ -262,9 +257,8 @@ def cpus(exam: Examination, node: NodeFacts) -> Finding | None:
         how = "a quota throttles in bursts, which steps feel: CPUs of one's own (--cpuset-cpus, taskset) are steadier"
         return Finding("note", "CPUs", value, how)
     if machine.cpus_allowed < 2 * ranks and _most(exam, "num_workers"):
-        return Finding(
-            "note", "CPUs", f"{value}: loader workers share them with {ranks} ranks", "more CPUs a rank help"
-        )
+        how = "allow more CPUs, or expect num_workers: 0 to win"
+        return Finding("note", "CPUs", f"{value}: loader workers share them with {ranks} ranks", how)
     return Finding("ok", "CPUs", value)
 
 
@@ -277,15 +271,17 @@ def memory(exam: Examination, node: NodeFacts) -> Finding | None:
     if exam.device == "cuda":
         return Finding("ok", "host memory", value)
     if limit_gib is None:
-        how = "set cluster.memory_limit_gib: without it a config that is too large takes the machine's memory, or ends by the kernel's OOM killer"
+        how = (
+            "set cluster.memory_limit_gib: without it, what ends a config that is too large is the kernel's OOM killer"
+        )
         return Finding("note", "host memory", value, how)
     if limit_gib * ranks > machine.usable_memory_gib:
         most_gib = machine.usable_memory_gib / ranks
         return Finding(
             "problem",
             "host memory",
-            f"{value}: {ranks} ranks of cluster.memory_limit_gib = {limit_gib} do not fit, so that the kernel would end "
-            "them before they reach it",
+            f"{value}: {ranks} ranks of cluster.memory_limit_gib = {limit_gib} do not fit; the kernel would end them "
+            "before they reach it",
             f"set cluster.memory_limit_gib below {most_gib:.2f}, or allow more memory (--memory)",
         )
     return Finding("ok", "host memory", f"{value}; {ranks} ranks of {gib(limit_gib)} fit")
@@ -300,7 +296,8 @@ def states_fit(exam: Examination, node: NodeFacts) -> Finding | None:
     num_shards = 1 if engines == ("ddp",) else study.world_size
     states_gib = STATE_BYTES * study.model.num_params / num_shards / GIB
     limit_gib = study.limits.limit_gib or node.machine.usable_memory_gib / exam.job.cluster.ranks_per_node
-    value = f"weights, gradients and AdamW take about {gib(states_gib)} per rank on {num_shards} rank(s), of {gib(limit_gib)}"
+    over = "" if num_shards == 1 else f", sharded over {num_shards} ranks"
+    value = f"weights, gradients and AdamW take about {gib(states_gib)} per rank{over}, of {gib(limit_gib)}"
     offloaded = bool(exam.job.baseline.cpu_offload or True in (exam.job.space.cpu_offload or ()))
     if states_gib > limit_gib and not offloaded:
         how = "use more ranks or nodes for each trial, or a smaller model; nothing else can make it fit"
@@ -327,12 +324,8 @@ def shared_memory(exam: Examination, node: NodeFacts) -> Finding | None:
 
 @node_check
 def open_files(exam: Examination, node: NodeFacts) -> Finding | None:
-    workers = _most(exam, "num_workers")
-    needed = (
-        FILES_PER_PROCESS
-        + workers * (FILES_PER_WORKER + _most(exam, "prefetch_factor"))
-        + 8 * exam.job.cluster.world_size
-    )
+    of_workers = _most(exam, "num_workers") * (FILES_PER_WORKER + _most(exam, "prefetch_factor"))
+    needed = FILES_PER_PROCESS + of_workers + FILES_PER_PEER * exam.job.cluster.world_size
     return _limit(node, "nofile", "open files", needed, "ulimit -n 65536 (docker: --ulimit nofile=65536)")
 
 
@@ -358,23 +351,19 @@ def _limit(node: NodeFacts, name: str, shown: str, needed: int, how: str) -> Fin
 
 @node_check
 def address_space(exam: Examination, node: NodeFacts) -> Finding | None:
-    """RLIMIT_AS and RLIMIT_DATA: torch maps far more than it uses, and the CPU limit of a trial is RLIMIT_DATA."""
-    limits, memory_limit_gib = node.machine.limits, exam.job.cluster.memory_limit_gib
-    how = "ulimit -v unlimited -d unlimited (Slurm: no --propagate of these, or PropagateResourceLimitsExcept=AS,DATA)"
-    told = ", ".join(f"RLIMIT_{name.upper()} {_amount(limits[name])}" for name in ("as", "data"))
-    if limits["as"] is not None:
-        value = (
-            f"{told}: CUDA maps all GPUs' memory and more"
-            if exam.device == "cuda"
-            else f"{told}: it counts what is mapped, not what is used; configs would die by it"
-        )
-        return Finding("problem", "address space", value, how)
-    data_gib = (limits["data"] or 0) / GIB
-    if limits["data"] is not None and (
-        exam.device == "cuda" or memory_limit_gib is None or data_gib <= memory_limit_gib
-    ):
-        return Finding("problem", "address space", f"{told}: configs would die by it, not by the limit of the job", how)
-    return Finding("ok", "address space", told)
+    """RLIMIT_AS counts what is mapped, RLIMIT_DATA is how a CPU rank is limited: neither may be in the way."""
+    limits, told = node.machine.limits, "RLIMIT_{} is {}, by which configs would die instead of by the job's limit"
+    needs_gib = 0.0
+    if exam.device == "cpu":
+        needs_gib = exam.job.cluster.memory_limit_gib or node.machine.usable_memory_gib
+    for name, also_gib in (("as", MAPPED_GIB), ("data", 0.0)):
+        limit = limits[name]
+        if limit is not None and (exam.device == "cuda" or limit / GIB < needs_gib + also_gib):
+            option = {"as": "-v", "data": "-d"}[name]
+            how = f"ulimit {option} unlimited (Slurm: PropagateResourceLimitsExcept={name.upper()})"
+            return Finding("problem", "address space", told.format(name.upper(), gib(limit / GIB)), how)
+    shown = ", ".join(f"RLIMIT_{name.upper()} {_amount(limits[name])}" for name in ("as", "data"))
+    return Finding("ok", "address space", shown)
 
 
 def _amount(limit_bytes: int | None) -> str:
@@ -404,9 +393,8 @@ def versions(exam: Examination, node: NodeFacts) -> Finding | None:
     value = ", ".join(f"{name} {version}" for name, version in shown.items() if version)
     wrong = _out_of_range(machine.versions)
     if wrong:
-        return Finding(
-            "problem", "versions", f"{'; '.join(wrong)} (all: {value})", "pip install fsdp-autotune anew there"
-        )
+        how = "install fsdp-autotune anew there, with the versions that it asks for"
+        return Finding("problem", "versions", f"{'; '.join(wrong)} (all: {value})", how)
     return Finding("ok", "versions", value)
 
 
@@ -430,3 +418,7 @@ def _most(exam: Examination, knob: str) -> int:
         asked = getattr(exam.job.space, knob)
         values = [*(asked if isinstance(asked, tuple) else ()), getattr(exam.job.baseline, knob)]
     return max((value for value in values if value is not None), default=0)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -57,13 +57,13 @@ def examine(name: str | None, overrides: tuple[str, ...], folder: Path) -> Exami
         UserError: the job file, or an override, is wrong.
         InfrastructureError: this machine cannot even be looked at.
     """
-    here = this_machine() if name is None else None
+    here = this_machine() if name is None and machine.has_gpu() else None
     job_name = name or DEFAULT_JOB
-    job = load_job(job_name, ((*_all_of(here),) if here else ()) + overrides)
+    job = load_job(job_name, (*_all_of(here), *overrides) if name is None else overrides)
     known = Examination(job, job_name, name is None, _device_here(job, here), nodes=())
-    crowded = _crowded(known)
-    if crowded is not None:
-        return replace(known, nodes=(here or this_machine(),), troubles=(crowded,))
+    if _crowded(known):
+        unmeasured = Finding("note", "not measured", "there are fewer CPUs than ranks, so none was started")
+        return replace(known, nodes=(here or this_machine(),), troubles=(unmeasured,))
     try:
         with open_runner(job, folder / "ray.log") as runner:
             known = replace(known, device=runner.device, cluster=tuple(alive_nodes()))
@@ -88,14 +88,15 @@ def this_machine() -> NodeFacts:
         raise InfrastructureError(
             f"torch does not start here: {told[-1] if told else error}", f"see `{' '.join(command)}`"
         ) from error
-    return _typed(NodeFacts, json.loads(done.stdout.splitlines()[-1]))
+    found: NodeFacts = _typed(NodeFacts, json.loads(done.stdout.splitlines()[-1]))
+    return found
 
 
-def _all_of(here: NodeFacts) -> list[str]:
-    """Overrides of the quickstart for all of this machine's GPUs, or as many of its two CPU ranks as it has CPUs for."""
-    gpus = here.torch.gpus
+def _all_of(here: NodeFacts | None) -> list[str]:
+    """Overrides of the quickstart for all of this machine's GPUs, or for its CPUs."""
+    gpus = here.torch.gpus if here is not None else []
     if not gpus:
-        return [f"cluster.ranks_per_node={min(2, here.machine.cpus_allowed)}"]
+        return [f"cluster.ranks_per_node={min(2, machine.cpus_allowed())}"]
     return [
         "cluster.device=cuda",
         f"cluster.ranks_per_node={len(gpus)}",
@@ -109,21 +110,13 @@ def _all_of(here: NodeFacts) -> list[str]:
 def _device_here(job: Job, here: NodeFacts | None) -> str:
     if job.cluster.device != "auto":
         return job.cluster.device
-    return "cuda" if (here.torch.gpus if here else machine.examine().has_gpu) else "cpu"
+    return "cuda" if (here.torch.gpus if here else machine.has_gpu()) else "cpu"
 
 
-def _crowded(known: Examination) -> Finding | None:
+def _crowded(known: Examination) -> bool:
     """Of more CPU ranks than CPUs no figure would mean anything, and a hundred of them would take the machine down."""
-    cluster, num_cpus = known.job.cluster, machine.cpus_allowed()
-    if known.device != "cpu" or cluster.address != "local" or cluster.ranks_per_node <= num_cpus:
-        return None
-    return Finding(
-        "problem",
-        "ranks",
-        f"cluster.ranks_per_node = {cluster.ranks_per_node}, and this process may use {num_cpus} CPUs: ranks would "
-        "take turns, and their times would say nothing; nothing was measured",
-        f"set cluster.ranks_per_node to {num_cpus} or less, or allow the process more CPUs (taskset, --cpus)",
-    )
+    cluster = known.job.cluster
+    return known.device == "cpu" and cluster.address == "local" and cluster.ranks_per_node > machine.cpus_allowed()
 
 
 def _by_ranks(known: Examination, runner: SlotRunner, folder: Path) -> Examination:
