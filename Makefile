@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
-SLOW_CLUSTER := tests/cluster/test_nodes.py tests/cluster/test_measure.py
+SLOW_CLUSTER := tests/cluster/test_nodes.py tests/cluster/test_measure.py tests/cluster/test_doctor.py
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
@@ -15,7 +15,7 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
 	$(BIN)/python -m pytest tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
 
-test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure by hand; gangs over several Ray nodes
+test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure by hand; doctor; gangs over several Ray nodes
 	$(BIN)/python -m pytest tests/ranks $(SLOW_CLUSTER)
 
 test-cluster: $(DEV)  ## real trials on a real local Ray

@@ -168,18 +168,19 @@ def achievable(exam: Examination) -> Finding | None:
     if not ranks:
         return None
     middle = sorted(ranks, key=lambda rate: rate.model_tflops_per_s)[len(ranks) // 2]
+    best = max(ranks, key=lambda rate: rate.best_tflops_per_s)
     known = exam.survey.study.peak.tflops_per_s if exam.survey is not None else None
     of_peak = f" = {percent(middle.model_tflops_per_s / known)} of the peak" if known else ""
     value = (
         f"{middle.model_tflops_per_s:.4g} TFLOP/s per rank{of_peak} in the matmuls of {middle.tokens:,} tokens"
         f"{', cut to sizes that a CPU multiplies in reasonable time' if middle.is_cut else ''}; "
-        f"best {middle.best_tflops_per_s:.4g} at {_shape(middle.best_shape)}, "
+        f"best {best.best_tflops_per_s:.4g} at {_shape(best.best_shape)}, "
         f"worst of the model's {middle.worst_tflops_per_s:.4g} at {_shape(middle.worst_shape)}"
     )
-    if exam.device == "cuda" and known and middle.best_tflops_per_s > 1.02 * known:
+    if exam.device == "cuda" and known and best.best_tflops_per_s > 1.02 * known:
         how = "the peak is too low: MFU could pass 1. Set cluster.peak_tflops_per_s from the device's data sheet"
         return Finding("note", "achievable", value, how)
-    if exam.device == "cuda" and known and middle.best_tflops_per_s < LEAST_OF_PEAK * known:
+    if exam.device == "cuda" and known and best.best_tflops_per_s < LEAST_OF_PEAK * known:
         how = "see `nvidia-smi -q -d CLOCK,POWER,PERFORMANCE`: clocks, power cap, heat; and what else uses the device"
         return Finding("note", "achievable", value, how)
     return Finding("ok", "achievable", value)

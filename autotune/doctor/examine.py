@@ -35,7 +35,7 @@ NODE_TIMEOUT_S = 120.0
 
 # What a rank was doing when it failed -> what that is a sign of, and what to do.
 _SIGNS = {
-    "start": ("devices", "see `nvidia-smi`: is each GPU there, in no exclusive mode, and free?"),
+    "node": ("devices", "see `nvidia-smi`: is each GPU there, in no exclusive mode, and free?"),
     "process_group": (
         "process group",
         "ranks do not reach each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects "
