@@ -10,63 +10,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trials import machine
+from trials.facts import GIB, MIB, Gpu, TorchFacts
 from trials.survey import cpu_name, device_facts
 
-STAGE = "doctor"
-"""Of a TrialSpec: a survey, and all of this."""
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 COPY_S = 0.5
 MAX_GATHER_MIB = {"cpu": 64.0, "cuda": 1024.0}
 NUM_GATHERS = 10
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU, as torch lists it."""
-
-    name: str
-    sm_count: int
-    memory_gib: float
-    capability: str
-    """Compute capability, as 9.0."""
-    has_bf16: bool
-    """In hardware; torch emulates it elsewhere."""
-
-
-@dataclass(frozen=True)
-class TorchFacts:
-    """What this build of torch is, and what it sees."""
-
-    version: str
-    gpu_build: str
-    """`cuda 12.8` or `hip 6.4`; empty for a CPU build."""
-    nccl_version: str
-    driver_version: str
-    cpu_name: str
-    cpu_has_bf16: bool
-    """AVX512-BF16, AMX or Arm's: matmuls in bf16 are faster than in fp32, not slower."""
-    gpus: list[Gpu]
-    problem: str = ""
-    """Why CUDA does not start, in torch's words."""
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Of one rank, while all of its node measure at once; GB are 10^9 bytes."""
-
-    copy_gb_per_s: float
-    """Read + written, of a large copy inside the device's memory (on a CPU the host's)."""
-    all_gather_gb_per_s: float | None
-    """Bus bandwidth, as nccl-tests reckon it: received from other ranks / time. None with one rank."""
-    all_gather_mib: float
-    """Gathered: the largest FSDP unit, or what of it is enough."""
 
 
 def torch_facts() -> TorchFacts:
@@ -98,7 +55,7 @@ def _gpu(index: int) -> Gpu:
     return Gpu(
         name=properties.name,
         sm_count=properties.multi_processor_count,
-        memory_gib=properties.total_memory / machine.GIB,
+        memory_gib=properties.total_memory / GIB,
         capability=f"{properties.major}.{properties.minor}",
         has_bf16=bool(torch.version.hip) or properties.major >= 8,
     )
@@ -127,7 +84,7 @@ def all_gather(unit_mib: float, device: str, slowest: Callable[[float], float]) 
     mib = min(unit_mib, MAX_GATHER_MIB[device])
     if world_size == 1:
         return None, mib
-    part = torch.ones(math.ceil(mib * machine.MIB / world_size), dtype=torch.uint8, device=device)
+    part = torch.ones(math.ceil(mib * MIB / world_size), dtype=torch.uint8, device=device)
     whole = torch.empty(part.numel() * world_size, dtype=torch.uint8, device=device)
     times_s = []
     for _ in range(NUM_GATHERS + 2):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from trials import attention, data, doctor, flops, machine, matmul_rate, memory, profiled, survey, timing, wrap
+from trials import attention, data, doctor, facts, flops, machine, matmul_rate, memory, profiled, survey, timing, wrap
 from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
@@ -66,7 +66,7 @@ class Rank:
         Raises:
             TrialError: a failure whose outcome is known.
         """
-        if self.spec.stage == doctor.STAGE:
+        if self.spec.stage == facts.STAGE:
             self.enter("node")
             self.report.survey = doctor.node_facts()
         if self.spec.device == "cuda":
@@ -80,7 +80,7 @@ class Rank:
         )
         if self.spec.knobs is None:
             self._survey(workload)
-            if self.spec.stage == doctor.STAGE:
+            if self.spec.stage == facts.STAGE:
                 self._measure_bandwidth()
         else:
             self._measure(workload, self.spec.knobs)
@@ -118,7 +118,7 @@ class Rank:
         self.enter("bandwidth")
         unit_mib = max(self.report.survey["block_mib"])
         gathered = doctor.all_gather(unit_mib, self.spec.device, self._slowest)
-        self.report.survey["bandwidth"] = dataclasses.asdict(doctor.Bandwidth(copy_gb_per_s, *gathered))
+        self.report.survey["bandwidth"] = dataclasses.asdict(facts.Bandwidth(copy_gb_per_s, *gathered))
 
     def _init_process_group(self) -> None:
         dist.init_process_group(

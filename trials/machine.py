@@ -2,62 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import resource
 import shutil
 import socket
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from trials import cgroup
+from trials.facts import GIB, MIB, Machine, whole_cpus
 
-GIB, MIB = 2**30, 2**20
 PACKAGES = ("fsdp-autotune", "torch", "ray", "optuna", "pyarrow", "numpy", "transformers", "tokenizers")
 COMPILERS = ("c++", "g++", "clang++")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One node, by a process on it."""
-
-    host: str
-    cpus_online: int
-    cpus_affinity: int
-    """That this process may run on."""
-    cpu_quota: float | None
-    """CPUs' worth of time that its cgroups allow; None without a quota."""
-    memory_gib: float
-    memory_available_gib: float
-    cgroup_memory_gib: float | None
-    """None without a limit."""
-    shm_free_mib: float | None
-    """Of /dev/shm; None where it is missing or cannot be written."""
-    limits: dict[str, int | None]
-    """Soft RLIMITs: `as` and `data` in bytes, `nofile` in file descriptors, `nproc` in processes and threads of the
-    user, `memlock` in bytes; None without a limit."""
-    max_tasks: int | None
-    """Processes and threads that the cgroups allow in all; None without a limit."""
-    is_root: bool
-    """Whom `nproc` does not bind."""
-    has_gpu: bool
-    """The kernel has a device of NVIDIA's or AMD's, whatever torch can use."""
-    compiler: str | None
-    """C++, which torch.compile calls on a CPU."""
-    python: str
-    versions: dict[str, str]
-    """Of the packages that are installed."""
-
-    @property
-    def cpus_allowed(self) -> int:
-        return _whole_cpus(self.cpus_affinity, self.cpu_quota)
-
-    @property
-    def usable_memory_gib(self) -> float:
-        """The host's memory, or what a cgroup leaves of it."""
-        return min(self.memory_gib, self.cgroup_memory_gib or math.inf)
 
 
 def examine() -> Machine:
@@ -90,11 +47,7 @@ def has_gpu() -> bool:
 
 def cpus_allowed() -> int:
     """CPUs this process may use, by affinity and by the cgroups' quota."""
-    return _whole_cpus(len(os.sched_getaffinity(0)), cgroup.cpu_quota())
-
-
-def _whole_cpus(affinity: int, quota: float | None) -> int:
-    return affinity if quota is None else min(affinity, max(1, int(quota)))
+    return whole_cpus(len(os.sched_getaffinity(0)), cgroup.cpu_quota())
 
 
 def _memory_bytes() -> dict[str, int]:

@@ -11,18 +11,15 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trials.facts import MatmulRate, Shape
 from trials.workload import Workload, checked_loss
 
 aten = torch.ops.aten
-Shape = tuple[int, int, int]
-"""Rows, inner, columns."""
-
 SQUARES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((1024, 1024, 1024),),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
@@ -39,26 +36,6 @@ WARM_UP_S = {"cpu": 0.0, "cuda": 1.0}
 """A cold GPU clocks higher than one at work."""
 BUDGET_S = {"cpu": 2.0, "cuda": 4.0}
 MIN_SAMPLES = 3
-
-
-@dataclass(frozen=True)
-class MatmulRate:
-    """Dense TFLOP/s of one rank."""
-
-    model_tflops_per_s: float
-    """All FLOPs of the model's shapes / all their time."""
-    best_tflops_per_s: float
-    """Of the best shape, the model's or a square."""
-    best_shape: Shape
-    worst_tflops_per_s: float
-    """Of the worst of the model's shapes."""
-    worst_shape: Shape
-    tokens: int
-    """Rows of the forward's matmuls: those of a micro-batch."""
-    is_cut: bool
-    """Shapes were halved until one matmul takes a CPU no more than `MAX_CPU_FLOPS`."""
-    busy_share: float | None
-    """On a CPU: CPU time / wall time of a rank's threads; under 1, others took the CPU meanwhile."""
 
 
 def model_matmuls(workload: Workload, seq_len: int, micro_batch_size: int) -> Counter[Shape]:

@@ -13,7 +13,7 @@ from autotune.doctor.findings import Examination, Finding, NodeFacts, check, nod
 from autotune.hardware import Peak, peak_for
 from autotune.report.text import gib, percent
 from autotune.run import STATE_BYTES
-from trials.machine import GIB, MIB
+from trials.facts import GIB, MIB
 
 GET_TORCH = "install the build for its driver: https://pytorch.org/get-started/locally"
 NCCL_SHM_MIB = 1024

@@ -24,7 +24,7 @@ from autotune.job_file import load_job
 from autotune.measuring import make_spec
 from autotune.survey import Survey, survey_content, survey_from_content
 from trials import machine
-from trials.doctor import STAGE
+from trials.facts import STAGE
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
 DEFAULT_JOB = "quickstart"

@@ -9,9 +9,7 @@ from typing import Literal
 from autotune.cluster.nodes import Node
 from autotune.job import Job
 from autotune.survey import Survey
-from trials.doctor import Bandwidth, TorchFacts
-from trials.machine import Machine
-from trials.matmul_rate import MatmulRate
+from trials.facts import Bandwidth, Machine, MatmulRate, TorchFacts
 
 EXIT_JOB, EXIT_MACHINE = 2, 3
 

@@ -31,9 +31,8 @@ from autotune.survey import Survey
 from tests.unit.conftest import make_job, make_space
 from tests.unit.test_oom_killer import V1, V2, Host
 from trials import cgroup, matmul_rate
-from trials.doctor import Bandwidth, Gpu, TorchFacts
+from trials.facts import Bandwidth, Gpu, Machine, MatmulRate, TorchFacts
 from trials.flops import matmul_params
-from trials.machine import Machine
 from trials.models import DecoderWorkload
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 79.1, "9.0", True)
@@ -59,7 +58,7 @@ MACHINE = Machine(
     versions={"torch": "2.13.0", "ray": "2.60.0", "optuna": "5.0.0", "pyarrow": "26.0.1"},
 )
 TORCH = TorchFacts("2.13.0+cu128", "cuda 12.8", "2.28.9", "570.86", "AMD EPYC 9654", True, [H100] * 8)
-RATE = matmul_rate.MatmulRate(700.0, 760.0, (8192, 8192, 8192), 610.0, (8192, 4096, 1024), 8192, False, None)
+RATE = MatmulRate(700.0, 760.0, (8192, 8192, 8192), 610.0, (8192, 4096, 1024), 8192, False, None)
 
 
 def examination(
@@ -86,7 +85,7 @@ def surveyed(exam: Examination, num_params: int = 10**9, **peak: Any) -> Examina
     return replace(exam, survey=Survey(study, make_space(), "d", 4, "text"))
 
 
-def measured(exam: Examination, *rates: matmul_rate.MatmulRate) -> Examination:
+def measured(exam: Examination, *rates: MatmulRate) -> Examination:
     bandwidth = Bandwidth(3000.0, 400.0, 416.0)
     return replace(exam, ranks=tuple(RankFacts(n, "node-a", rate, bandwidth) for n, rate in enumerate(rates)))
 
@@ -210,7 +209,7 @@ def test_states_that_cannot_fit_are_a_problem_and_offloaded_ones_are_not() -> No
     ],
 )
 def test_a_rate_that_does_not_go_with_the_peak_or_the_other_ranks_is_told(
-    rates: list[matmul_rate.MatmulRate], name: str, status: str, value: str
+    rates: list[MatmulRate], name: str, status: str, value: str
 ) -> None:
     found = named(measured(surveyed(examination()), *rates), name)
     assert (found.status, value in found.value) == (status, True), found
