@@ -27,8 +27,8 @@ from trials.outcome import INFRASTRUCTURE, Outcome
 
 FILE_NAME = "study.yaml"
 T = TypeVar("T")
-ABOUT_THE_MACHINE = ("machine", "torch", "bandwidth")
-"""What `autotune doctor` finds out with a survey."""
+ABOUT_THE_MACHINE = ("machine", "torch", "gpu_used_gib", "bandwidth")
+"""What `autotune doctor` asks of a survey; no part of a study."""
 _SURVEYED = ("num_blocks", "block_mib", "cpus_allowed")
 
 

@@ -94,7 +94,7 @@ class Rank:
         found |= {"num_sequences": len(dataset), "data": dataset.description}
         found["cpus_allowed"] = machine.cpus_allowed()
         if self.spec.device == "cuda":
-            found |= survey.cuda_facts()
+            found |= survey.cuda_facts() | {"gpu_used_gib": memory.gpu_used_gib()}
         else:
             found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
         self.report.survey = (self.report.survey or {}) | found

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 GIB, MIB = 2**30, 2**20
+FOREIGN_USE_GIB = 2.0
+"""In use on a GPU before the model is built: this process's own context takes less than this."""
 
 STAGE = "doctor"
 """Of a TrialSpec: a survey, and all of this."""

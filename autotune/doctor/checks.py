@@ -13,7 +13,7 @@ from autotune.doctor.findings import Examination, Finding, NodeFacts, check, nod
 from autotune.hardware import Peak, peak_for
 from autotune.report.text import gib, percent
 from autotune.run import STATE_BYTES
-from trials.facts import GIB, MIB
+from trials.facts import FOREIGN_USE_GIB, GIB, MIB
 
 GET_TORCH = "install the build for its driver: https://pytorch.org/get-started/locally"
 NCCL_SHM_MIB = 1024
@@ -98,6 +98,19 @@ def _no_gpu_because(node: NodeFacts) -> str:
     if not facts.gpu_build:
         return f"a GPU is here, but torch {facts.version} is a CPU build: {GET_TORCH}"
     return f"{facts.problem or 'no device'}: update the driver to one for {facts.gpu_build}, or torch: {GET_TORCH}"
+
+
+@check
+def gpus_are_free(exam: Examination) -> Finding | None:
+    """A trial refuses a GPU that others use: their memory would be taken for its config's."""
+    used = [(rank, rank.gpu_used_gib) for rank in exam.ranks if rank.gpu_used_gib is not None]
+    if not used:
+        return None
+    busy = [f"rank {rank.rank} on {rank.host} {gib(used_gib)}" for rank, used_gib in used if used_gib > FOREIGN_USE_GIB]
+    if busy:
+        value = f"in use by others: {', '.join(busy)}"
+        return Finding("problem", "GPU memory", value, "end what `nvidia-smi` lists, or choose other GPUs")
+    return Finding("ok", "GPU memory", f"free but for {gib(max(used_gib for _, used_gib in used))} of the ranks' own")
 
 
 @node_check
@@ -365,6 +378,18 @@ def address_space(exam: Examination, node: NodeFacts) -> Finding | None:
             return Finding("problem", "address space", told.format(name.upper(), gib(limit / GIB)), how)
     shown = ", ".join(f"RLIMIT_{name.upper()} {_amount(limits[name])}" for name in ("as", "data"))
     return Finding("ok", "address space", shown)
+
+
+@node_check
+def locked_memory(exam: Examination, node: NodeFacts) -> Finding | None:
+    """NCCL registers its buffers with an InfiniBand card, which locks them."""
+    limit = node.machine.limits["memlock"]
+    if exam.device == "cpu" or exam.job.cluster.nodes_per_trial == 1:
+        return None
+    if limit is not None:
+        how = "ulimit -l unlimited (docker: --ulimit memlock=-1), where nodes are connected by InfiniBand or RoCE"
+        return Finding("note", "locked memory", f"RLIMIT_MEMLOCK {_amount(limit)}", how)
+    return Finding("ok", "locked memory", "RLIMIT_MEMLOCK none")
 
 
 def _amount(limit_bytes: int | None) -> str:

@@ -49,7 +49,7 @@ def diagnose(job_name: str | None, overrides: tuple[str, ...]) -> Diagnosis:
     kept = False
     try:
         examination = examine(job_name, overrides, folder)
-        kept = bool(examination.troubles)
+        kept = any(str(folder) in trouble.advice for trouble in examination.troubles)
         return Diagnosis(run_checks(examination), examination)
     except UserError as error:
         hint = error.hint or "`autotune init` writes a job that is right, to edit"

@@ -173,7 +173,8 @@ def _ranks(result: GangResult) -> list[RankFacts]:
     for rank, report in sorted(result.reports.items()):
         told = report.survey or {}
         values = {"rank": rank, "host": report.host, "matmul": told.get("matmul_rate")}
-        found.append(_typed(RankFacts, values | {"bandwidth": told.get("bandwidth")}))
+        values |= {"bandwidth": told.get("bandwidth"), "gpu_used_gib": told.get("gpu_used_gib")}
+        found.append(_typed(RankFacts, values))
     return found
 
 

@@ -46,6 +46,8 @@ class RankFacts:
     host: str
     matmul: MatmulRate | None
     bandwidth: Bandwidth | None
+    gpu_used_gib: float | None = None
+    """Before the rank used any but for its context's; None on a CPU."""
 
 
 @dataclass(frozen=True)

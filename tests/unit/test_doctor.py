@@ -13,6 +13,7 @@ from rich.console import Console
 
 from autotune.doctor import checks  # noqa: F401 (puts the checks on the list)
 from autotune.doctor.command import Diagnosis
+from autotune.doctor.examine import _all_of
 from autotune.doctor.findings import (
     CHECKS,
     EXIT_JOB,
@@ -25,12 +26,13 @@ from autotune.doctor.findings import (
     run_checks,
 )
 from autotune.hardware import Peak
+from autotune.job_file import load_job
 from autotune.report.findings import print_findings
 from autotune.rows import Limits, ModelFacts, Study
 from autotune.survey import Survey
 from tests.unit.conftest import make_job, make_space
 from tests.unit.test_oom_killer import V1, V2, Host
-from trials import cgroup, matmul_rate
+from trials import cgroup, machine, matmul_rate
 from trials.facts import Bandwidth, Gpu, Machine, MatmulRate, TorchFacts
 from trials.flops import matmul_params
 from trials.models import DecoderWorkload
@@ -62,12 +64,12 @@ RATE = MatmulRate(700.0, 760.0, (8192, 8192, 8192), 610.0, (8192, 4096, 1024), 8
 
 
 def examination(
-    machine: dict[str, Any] | None = None, torch_: dict[str, Any] | None = None, device: str = "cuda", **job: Any
+    node: dict[str, Any] | None = None, torch_: dict[str, Any] | None = None, device: str = "cuda", **job: Any
 ) -> Examination:
     """A job on a node of eight H100, or on its CPUs, that nothing is wrong with, but for what is changed."""
     sections: dict[str, Any] = {"cluster": {"ranks_per_node": 2, "device": device}, "training": {"precision": "bf16"}}
-    node = NodeFacts(replace(MACHINE, **(machine or {})), replace(TORCH, **(torch_ or {})))
-    return Examination(make_job(**(sections | job)), "job.yaml", False, device, (node,))
+    facts = NodeFacts(replace(MACHINE, **(node or {})), replace(TORCH, **(torch_ or {})))
+    return Examination(make_job(**(sections | job)), "job.yaml", False, device, (facts,))
 
 
 def surveyed(exam: Examination, num_params: int = 10**9, **peak: Any) -> Examination:
@@ -116,31 +118,31 @@ CPU_LIMIT = {"ranks_per_node": 2, "device": "cpu", "memory_limit_gib": 4.0}
 @pytest.mark.parametrize(
     ("facts", "name", "value", "advice"),
     [
-        ({"machine": {"shm_free_mib": None}}, "/dev/shm", "missing", "--shm-size"),
-        ({"machine": {"shm_free_mib": 0.01}}, "/dev/shm", "MiB of batches", "--shm-size"),
-        ({"machine": {"limits": FREE | {"nofile": 64}}}, "open files", "RLIMIT_NOFILE is 64", "ulimit -n"),
-        ({"machine": {"limits": FREE | {"nproc": 100}}}, "processes", "RLIMIT_NPROC is 100", "ulimit -u"),
-        ({"machine": {"max_tasks": 128}}, "processes", "pids.max is 128", "--pids-limit"),
-        ({"machine": {"limits": FREE | {"as": 2**36}}}, "address space", "RLIMIT_AS is 64.00 GiB", "ulimit -v"),
-        ({"machine": {"limits": FREE | {"data": 2**30}}}, "address space", "RLIMIT_DATA is 1.00 GiB", "ulimit -d"),
-        ({"torch_": {"gpus": []}, "machine": {"has_gpu": False}}, "devices", "no GPU", "on a node with a GPU"),
+        ({"node": {"shm_free_mib": None}}, "/dev/shm", "missing", "--shm-size"),
+        ({"node": {"shm_free_mib": 0.01}}, "/dev/shm", "MiB of batches", "--shm-size"),
+        ({"node": {"limits": FREE | {"nofile": 64}}}, "open files", "RLIMIT_NOFILE is 64", "ulimit -n"),
+        ({"node": {"limits": FREE | {"nproc": 100}}}, "processes", "RLIMIT_NPROC is 100", "ulimit -u"),
+        ({"node": {"max_tasks": 128}}, "processes", "pids.max is 128", "--pids-limit"),
+        ({"node": {"limits": FREE | {"as": 2**36}}}, "address space", "RLIMIT_AS is 64.00 GiB", "ulimit -v"),
+        ({"node": {"limits": FREE | {"data": 2**30}}}, "address space", "RLIMIT_DATA is 1.00 GiB", "ulimit -d"),
+        ({"torch_": {"gpus": []}, "node": {"has_gpu": False}}, "devices", "no GPU", "on a node with a GPU"),
         ({"torch_": {"gpus": [], "gpu_build": ""}}, "devices", "no GPU", "is a CPU build"),
         ({"torch_": {"gpus": [], "problem": "driver too old"}}, "devices", "no GPU", "driver too old: update"),
         ({"torch_": {"gpus": [H100]}}, "devices", "ranks_per_node = 2, and a process sees 1", "ranks_per_node to 1"),
         ({"torch_": {"gpus": [SLICE]}}, "devices", "MIG slices", "CUDA_VISIBLE_DEVICES"),
         ({"torch_": {"gpus": [V100] * 2}}, "dtype", "Tesla V100-SXM2-16GB has not in hardware", "fp32"),
-        ({"machine": {"versions": {"torch": "2.11.0"}}}, "versions", "torch 2.11.0 is not", "install"),
-        ({"machine": {"compiler": None}, "baseline": {"compile": True}}, "compiler", "no C++ compiler", "g++"),
-        ({"device": "cpu", "machine": {"cpus_affinity": 1}}, "CPUs", "1 of 96 allowed", "at least 2 CPUs"),
-        ({"device": "cpu", "machine": {"cpu_quota": 1.5}}, "CPUs", "quota 1.5", "at least 2 CPUs"),
+        ({"node": {"versions": {"torch": "2.11.0"}}}, "versions", "torch 2.11.0 is not", "install"),
+        ({"node": {"compiler": None}, "baseline": {"compile": True}}, "compiler", "no C++ compiler", "g++"),
+        ({"device": "cpu", "node": {"cpus_affinity": 1}}, "CPUs", "1 of 96 allowed", "at least 2 CPUs"),
+        ({"device": "cpu", "node": {"cpu_quota": 1.5}}, "CPUs", "quota 1.5", "at least 2 CPUs"),
         (
-            {"device": "cpu", "cluster": CPU_LIMIT, "machine": {"cgroup_memory_gib": 6.0}},
+            {"device": "cpu", "cluster": CPU_LIMIT, "node": {"cgroup_memory_gib": 6.0}},
             "host memory",
             "2 ranks of cluster.memory_limit_gib = 4.0 do not fit",
             "below 3.00",
         ),
         (
-            {"device": "cpu", "cluster": CPU_LIMIT, "machine": {"limits": FREE | {"data": 2**31}}},
+            {"device": "cpu", "cluster": CPU_LIMIT, "node": {"limits": FREE | {"data": 2**31}}},
             "address space",
             "RLIMIT_DATA is 2.00 GiB",
             "ulimit -d",
@@ -164,10 +166,10 @@ def test_what_is_in_the_way_is_a_problem_with_a_way_out(
     [
         ({"torch_": {"gpus": [UNKNOWN] * 2}}, "peak", 'no peak known for device "NVIDIA Q1"'),
         ({"torch_": {"gpus": [H100, SLICE]}}, "devices", "1 x NVIDIA H100 80GB HBM3"),
-        ({"machine": {"shm_free_mib": 64.0}}, "/dev/shm", "NCCL's ranks share it"),
-        ({"machine": {"cpu_quota": 8.0}}, "CPUs", "8 of 96 allowed"),
-        ({"machine": {"cpus_affinity": 1}}, "CPUs", "which would wait for each other"),
-        ({"device": "cpu", "torch_": {"gpus": []}, "machine": {"has_gpu": False}}, "no GPU", "do not transfer to GPUs"),
+        ({"node": {"shm_free_mib": 64.0}}, "/dev/shm", "NCCL's ranks share it"),
+        ({"node": {"cpu_quota": 8.0}}, "CPUs", "8 of 96 allowed"),
+        ({"node": {"cpus_affinity": 1}}, "CPUs", "which would wait for each other"),
+        ({"device": "cpu", "torch_": {"gpus": []}, "node": {"has_gpu": False}}, "no GPU", "do not transfer to GPUs"),
         ({"device": "cpu", "torch_": {"gpus": [], "gpu_build": ""}}, "no GPU used", "over gloo"),
         ({"device": "cpu", "torch_": {"cpu_has_bf16": False}}, "dtype", "bf16 is emulated"),
         ({"device": "cpu"}, "host memory", "cgroup limit none"),
@@ -179,6 +181,34 @@ def test_what_only_matters_is_a_note(facts: dict[str, Any], name: str, value: st
     assert (found.status, problems(exam)) == ("note", [])
     assert value in found.value
     assert found.advice
+
+
+def test_a_gpu_that_others_use_is_a_problem_since_trials_refuse_it() -> None:
+    ranks = [RankFacts(n, "node-a", RATE, None, used_gib) for n, used_gib in enumerate((0.5, 30.0))]
+    exam = replace(examination(), ranks=tuple(ranks))
+    assert problems(exam) == ["GPU memory"]
+    assert "rank 1 on node-a 30.00 GiB" in named(exam, "GPU memory").value
+    assert named(replace(exam, ranks=(ranks[0],)), "GPU memory").status == "ok"
+
+
+def test_locked_memory_matters_between_nodes() -> None:
+    limited = {"limits": FREE | {"memlock": 65536}}
+    several = {"address": "auto", "nodes_per_trial": 2, "ranks_per_node": 1, "device": "cuda"}
+    assert named(examination(limited, cluster=several), "locked memory").status == "note"
+    assert not [f for f in run_checks(examination(limited)) if f.name == "locked memory"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "ranks", "precision"),
+    [([], "cpu", 2, "fp32"), ([H100] * 4, "cuda", 4, "bf16"), ([V100], "cuda", 1, "fp32")],
+)
+def test_without_a_job_all_gpus_of_the_machine_are_looked_at(
+    gpus: list[Gpu], device: str, ranks: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpus_allowed", lambda: 64)
+    job = load_job("quickstart", tuple(_all_of(NodeFacts(MACHINE, replace(TORCH, gpus=gpus)))))
+    found = (job.cluster.device, job.cluster.ranks_per_node, job.batch.target_world_size, job.training.precision)
+    assert found == (device, ranks, ranks, precision)
 
 
 def test_a_slice_has_its_share_of_the_peak_and_can_run_one_rank() -> None:
