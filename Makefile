@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 # Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SLOW_CLUSTER := tests/cluster/test_nodes.py tests/cluster/test_measure.py
+SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py)
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
@@ -17,7 +17,7 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
 	$(PYTEST) tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
 
-test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure by hand; gangs over several Ray nodes
+test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure, doctor; gangs over several Ray nodes
 	$(PYTEST) tests/ranks $(SLOW_CLUSTER)
 
 test-cluster: $(DEV)  ## real trials on a real local Ray

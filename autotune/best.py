@@ -53,6 +53,7 @@ class Evidence:
             "mfu": scaled(row.get("mfu")),
             "mfu_causal": scaled(row.get("mfu_causal")),
             "hfu": scaled(row.get("hfu")),
+            "share_of_achievable": scaled(row.get("share_of_achievable")),
             "allocated_gib": row.get("allocated_gib"),
             "reserved_gib": row.get("reserved_gib"),
             "breakdown": self._breakdown(),
@@ -118,6 +119,7 @@ def best_content(
             "peak_tflops_per_s": study.peak.tflops_per_s,
             "peak_dtype": study.peak.dtype,
             "peak_source": study.peak.source,
+            "achievable_tflops_per_s": study.achievable_tflops_per_s,
             "limit_gib": study.limits.limit_gib,
         },
         "fingerprint": {
@@ -181,6 +183,7 @@ class _Figures(_Part):
     tokens_per_s_per_rank: float | None
     mfu: float | None
     hfu: float | None
+    share_of_achievable: float | None = None
     allocated_gib: float | None
     reserved_gib: float | None
 

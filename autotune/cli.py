@@ -106,6 +106,32 @@ def measure(
     console.print(f"{'traces and output' if profile else 'output'}: {_shown(logs.absolute())}", soft_wrap=True)
 
 
+@cli.command()
+@click.argument("job", required=False)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable, on standard output.")
+def doctor(job: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Say whether JOB can run here, and how fast its devices are; without JOB, look at this machine.
+
+    Exit codes: 0 it can run, 2 something in the job is wrong, 3 this machine or cluster cannot run it.
+    """
+    from rich.console import Console
+
+    from autotune.doctor.command import diagnose
+    from autotune.report.findings import print_findings, verdict
+    from autotune.report.text import json_safe
+
+    with Console(stderr=True).status("looking at the machine: under a minute on a CPU"):
+        diagnosis = diagnose(job, overrides)
+    name = job or "a job like the quickstart"
+    if as_json:
+        content = diagnosis.to_dict() | {"verdict": verdict(diagnosis.findings, name)}
+        click.echo(json.dumps(json_safe(content)))
+    else:
+        print_findings(Console(highlight=False), diagnosis.findings, name)
+    sys.exit(diagnosis.exit_code)
+
+
 def _run(loaded: Any, name: str, resume: bool) -> None:
     from rich.console import Console
 

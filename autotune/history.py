@@ -88,6 +88,8 @@ SCHEMA = pa.schema(
         ("peak_tflops_per_s", pa.float64()),
         ("peak_dtype", pa.string()),
         ("peak_source", pa.string()),
+        ("achievable_tflops_per_s", pa.float64()),  # one rank's rate in the model's matmuls; null: not calibrated
+        ("share_of_achievable", pa.float64()),  # a fraction: model_tflops_per_s_per_rank / that
         ("predicted_gib", pa.float64()),
         ("allocated_gib", pa.float64()),  # peak of live tensors, worst rank
         (

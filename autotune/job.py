@@ -193,6 +193,9 @@ class Cluster(Section):
     """`fork`: CPU ranks from a process that has torch loaded; `exec`: a fresh interpreter a rank. auto: by device."""
     peak_tflops_per_s: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one rank in the training dtype; default: the device table, on CPU a probe."""
+    calibrate_peak: bool = False
+    """Before the first trial, measure the rate that a rank reaches in the matmuls of the baseline's micro-batch. It is
+    recorded beside the peak, with the share of it that each trial reaches; MFU stays against the peak."""
 
     @property
     def world_size(self) -> int:

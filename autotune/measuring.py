@@ -72,6 +72,7 @@ def make_spec(
         process_group_timeout_s=measure.trial_timeout_s,
         compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
+        matmul_micro_batch_size=job.baseline.micro_batch_size if knobs is None and job.cluster.calibrate_peak else None,
         profile="breakdown" if stage in PROFILED_STAGES else "",
     )
 

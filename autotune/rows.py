@@ -76,6 +76,8 @@ class Study:
     limits: Limits
     space_hash: str
     world_size: int
+    achievable_tflops_per_s: float | None = None
+    """Rate of one rank in the model's matmuls, if the job asked for it (`cluster.calibrate_peak`)."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,15 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
         "peak_tflops_per_s": peak.tflops_per_s,
         "peak_dtype": peak.dtype,
         "peak_source": peak.source,
+        "achievable_tflops_per_s": study.achievable_tflops_per_s,
         "flops_per_token": model.flops_per_token,
         "flops_convention": model.flops_convention,
     }
     row |= _environment(list(result.reports.values()))
     if result.outcome is Outcome.OK:
         row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports) | gang_breakdown(result.reports)
+        if row["model_tflops_per_s_per_rank"] is not None and study.achievable_tflops_per_s is not None:
+            row["share_of_achievable"] = row["model_tflops_per_s_per_rank"] / study.achievable_tflops_per_s
     return row
 
 

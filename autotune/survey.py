@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import uuid
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,6 +27,8 @@ from trials.outcome import INFRASTRUCTURE, Outcome
 
 FILE_NAME = "study.yaml"
 T = TypeVar("T")
+ABOUT_THE_MACHINE = ("machine", "torch", "gpu_used_gib", "bandwidth")
+"""What `autotune doctor` asks of a survey; no part of a study."""
 _SURVEYED = ("num_blocks", "block_mib", "cpus_allowed")
 
 
@@ -44,6 +47,8 @@ class Survey:
         """For the screen: model, batch, device, peak and limit, with units."""
         job, peak, limits, model = self.study.job, self.study.peak, self.study.limits, self.study.model
         known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
+        if self.study.achievable_tflops_per_s:
+            known += f"; achievable in the model's matmuls: {self.study.achievable_tflops_per_s:.3g} TFLOP/s"
         flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
         limit = "none"
         if limits.limit_gib:
@@ -95,8 +100,8 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
         raise InfrastructureError(
             f"the survey of model and machine failed ({result.outcome}): {result.reason}", f"see {folder}"
         )
-    content = _content(job, result)
-    survey = _from_content(job, runner, content)
+    content = survey_content(job, result)
+    survey = survey_from_content(job, runner, content)
     content["space_hash"] = survey.space.hash
     content["candidates"] = {name: list(values) for name, values in survey.space.candidates.items()}
     content["baseline"] = survey.space.baseline.to_dict()
@@ -113,7 +118,7 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
     path = out / FILE_NAME
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        survey = _from_content(job, runner, content)
+        survey = survey_from_content(job, runner, content)
         space_hash, world_size = content["space_hash"], content["world_size"]
         candidates = dict(content["candidates"])
     except UserError:
@@ -136,7 +141,8 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
     return survey
 
 
-def _content(job: Job, result: GangResult) -> dict[str, Any]:
+def survey_content(job: Job, result: GangResult) -> dict[str, Any]:
+    """What study.yaml keeps of a survey that ended well."""
     found = result.reports[0].survey
     assert found is not None
     device_name = result.reports[0].device_name
@@ -149,19 +155,29 @@ def _content(job: Job, result: GangResult) -> dict[str, Any]:
         given_tflops_per_s=job.cluster.peak_tflops_per_s,
         cpu_probe_tflops_per_s=sum(known) / len(known) if known else None,
     )
-    found = {name: value for name, value in found.items() if name != "cpu_peak_tflops_per_s"}  # said by `peak`
+    rates = [report.survey.get("matmul_rate") for report in result.reports.values() if report.survey]
+    reached = [rate["model_tflops_per_s"] for rate in rates if rate]
+    said_elsewhere = {"cpu_peak_tflops_per_s", "matmul_rate", *ABOUT_THE_MACHINE}
+    found = {name: value for name, value in found.items() if name not in said_elsewhere}
     return {
         "study_id": uuid.uuid4().hex[:12],
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "device_name": device_name,
         "world_size": len(result.reports),
         "peak": asdict(peak),
+        # One GPU may be slower than its neighbours, which the figure is not about.
+        "achievable_tflops_per_s": statistics.median(reached) if reached else None,
         "model": found,
     }
 
 
-def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
-    """Raises ValueError, KeyError or TypeError for a content that `_content` has not made."""
+def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
+    """A survey out of what `survey_content` has made.
+
+    Raises:
+        UserError: the job and what was found do not go together.
+        ValueError, KeyError, TypeError: `survey_content` has not made it.
+    """
     found = content["model"]
     measured_on = {"device": runner.device, "world_size": runner.world_size}
     facts = _typed(Facts, measured_on | {name: found[name] for name in _SURVEYED})
@@ -176,6 +192,7 @@ def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
         limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
         space_hash=space.hash,
         world_size=runner.world_size,
+        achievable_tflops_per_s=_typed(float | None, content.get("achievable_tflops_per_s")),  # type: ignore[arg-type]
     )
     data = _describe_data(job, found, runner.world_size)
     return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data)

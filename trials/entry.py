@@ -8,6 +8,7 @@ rendezvous are in the environment, as torchrun sets them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import math
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from trials import attention, data, flops, memory, profiled, survey, timing, wrap
+from trials import attention, data, doctor, facts, flops, machine, matmul_rate, memory, profiled, survey, timing, wrap
 from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
@@ -65,6 +66,9 @@ class Rank:
         Raises:
             TrialError: a failure whose outcome is known.
         """
+        if self.spec.stage == facts.STAGE:
+            self.enter("node")
+            self.report.survey = doctor.node_facts()
         if self.spec.device == "cuda":
             torch.cuda.set_device(self.local_rank)
         else:
@@ -76,6 +80,8 @@ class Rank:
         )
         if self.spec.knobs is None:
             self._survey(workload)
+            if self.spec.stage == facts.STAGE:
+                self._measure_bandwidth()
         else:
             self._measure(workload, self.spec.knobs)
         self.enter("done")
@@ -86,12 +92,39 @@ class Rank:
         found = survey.survey_model(workload, self.spec.seq_len, self.spec.precision)
         dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size, self.spec.world_size)
         found |= {"num_sequences": len(dataset), "data": dataset.description}
-        found["cpus_allowed"] = survey.cpus_allowed()
+        found["cpus_allowed"] = machine.cpus_allowed()
         if self.spec.device == "cuda":
-            found |= survey.cuda_facts()
+            found |= survey.cuda_facts() | {"gpu_used_gib": memory.gpu_used_gib()}
         else:
             found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
-        self.report.survey = found
+        self.report.survey = (self.report.survey or {}) | found
+        if self.spec.matmul_micro_batch_size is not None:
+            self.enter("matmul_rate")
+            self.report.survey["matmul_rate"] = self._matmul_rate(workload, self.spec.matmul_micro_batch_size)
+
+    def _matmul_rate(self, workload: Workload, micro_batch_size: int) -> dict[str, Any] | None:
+        spec, found = self.spec, None
+        with self._beside_the_measurement("the achievable matmul rate is not known: measuring it"):
+            shapes = matmul_rate.model_matmuls(workload, spec.seq_len, micro_batch_size)
+            found = matmul_rate.measure(shapes, micro_batch_size * spec.seq_len, spec.precision, spec.device)
+        return dataclasses.asdict(found) if found is not None else None
+
+    def _measure_bandwidth(self) -> None:
+        assert self.report.survey is not None
+        self.enter("bandwidth")
+        copy_gb_per_s = doctor.copy_gb_per_s(self.spec.device)
+        self.enter("process_group")
+        self._init_process_group()
+        self.enter("bandwidth")
+        unit_mib = max(self.report.survey["block_mib"])
+        gathered = doctor.all_gather(unit_mib, self.spec.device, self._slowest)
+        self.report.survey["bandwidth"] = dataclasses.asdict(facts.Bandwidth(copy_gb_per_s, *gathered))
+
+    def _init_process_group(self) -> None:
+        dist.init_process_group(
+            "nccl" if self.spec.device == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=self.spec.process_group_timeout_s),
+        )
 
     def _measure(self, workload: Workload, knobs: Knobs) -> None:
         spec = self.spec
@@ -100,10 +133,7 @@ class Rank:
         loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
         batches = iter(loader)
         self.enter("process_group")
-        dist.init_process_group(
-            "nccl" if spec.device == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=spec.process_group_timeout_s),
-        )
+        self._init_process_group()
         self._set_limit()
         self.enter("build")
         model = self._build(workload, knobs)

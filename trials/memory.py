@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from trials.facts import FOREIGN_USE_GIB
 from trials.outcome import Outcome, TrialError
 
 GIB = 2**30
@@ -108,8 +109,10 @@ def tracked_peak_bytes(
     return max((snapshot["Total"] for snapshot in peak.values()), default=0)
 
 
-FOREIGN_USE_GIB = 2.0
-"""In use on a GPU before the model is built: this process's own context takes less than this."""
+def gpu_used_gib() -> float:
+    """In use on this rank's GPU, by whomever."""
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free) / GIB
 
 
 def refuse_a_busy_gpu() -> None:
@@ -118,8 +121,7 @@ def refuse_a_busy_gpu() -> None:
     Raises:
         TrialError: outcome `unclean_device`.
     """
-    free, total = torch.cuda.mem_get_info()
-    used_gib = (total - free) / GIB
+    used_gib = gpu_used_gib()
     if used_gib > FOREIGN_USE_GIB:
         raise TrialError(
             Outcome.UNCLEAN_DEVICE,

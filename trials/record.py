@@ -221,7 +221,8 @@ class TrialSpec:
 
     trial: int
     stage: str
-    """baseline, explore, finalist, round; `survey` for the first job, which measures no config."""
+    """baseline, explore, finalist, round; `survey` for the first job, which measures no config; `doctor` for one that
+    also looks at the machine."""
     workload: str
     """`decoder`, or `package.module:factory`."""
     model: dict[str, Any]
@@ -253,6 +254,8 @@ class TrialSpec:
     """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
     tracked_bytes: int | None = None
     """Already tracked for this config (MemTracker's peak repeats exactly); None asks each CPU rank to track."""
+    matmul_micro_batch_size: int | None = None
+    """In a survey: measure the rate of the matmuls of a micro-batch of so many sequences, too."""
     profile: str = ""
     """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
     too, as trace-rank-N.json.gz in the trial's folder)."""
@@ -274,9 +277,13 @@ class TrialSpec:
         values = dataclasses.asdict(self)
         for label in ("trial", "stage", "round", "attempt", "import_paths"):
             del values[label]
-        for beside_the_measurement in ("hardware_flops_per_token", "tracked_bytes", "profile"):
+        for beside_the_measurement in BESIDE_THE_MEASUREMENT:
             del values[beside_the_measurement]
         return digest(values)
+
+
+BESIDE_THE_MEASUREMENT = ("hardware_flops_per_token", "tracked_bytes", "matmul_micro_batch_size", "profile")
+"""Of a TrialSpec: what else is found out, which changes nothing in what is measured."""
 
 
 def digest(values: Any) -> str:
@@ -295,7 +302,7 @@ class RankReport:
     reason: str = ""
     phase: str = "start"
     """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
-    memory, profile, flops, done."""
+    memory, profile, flops, done; without a config: node, survey, matmul_rate, bandwidth, process_group."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""

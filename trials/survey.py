@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -80,17 +79,6 @@ def cpu_name() -> str:
 def _nvidia_driver_version() -> str:
     version = Path("/sys/module/nvidia/version")
     return version.read_text().strip() if version.exists() else ""
-
-
-def cpus_allowed() -> int:
-    """CPUs this process may use, by affinity and by the cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            allowed = min(allowed, max(1, int(limit) // int(period)))
-    return allowed
 
 
 def cpu_peak_tflops_per_s(precision: str) -> float:

@@ -57,6 +57,11 @@ def _figures(study: Study, row: dict[str, Any]) -> Table:
         mfu_label(row["peak_source"]): f"{percent(row['mfu'])} (half the attention: {percent(row['mfu_causal'])})",
         "HFU": percent(row["hfu"]),
         "peak": known_peak,
+    }
+    if row["achievable_tflops_per_s"] is not None:
+        reached = f"{row['achievable_tflops_per_s']:.4g} TFLOP/s in the model's matmuls"
+        figures["share of achievable"] = f"{percent(row['share_of_achievable'])} of {reached}"
+    figures |= {
         "FLOPs per token": "not known" if flops is None else f"{flops / 1e6:.4g} M [{row['flops_convention']}]",
         "peak live tensors per rank": gib(row["allocated_gib"]),
         "peak reserved per rank": f"{gib(row['reserved_gib'])} of {gib(row['limit_gib'])}",

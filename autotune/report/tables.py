@@ -58,10 +58,13 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
 
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:
     label, limit = mfu_label(conventions["peak_source"]), gib(conventions["limit_gib"])
+    shares = [figures.get("share_of_achievable") for figures in (baseline, best)]
+    achievable = [("share of achievable", percent(shares[0]), percent(shares[1]))] if any(shares) else []
     return [
         ("tokens/s per rank", rate(baseline["tokens_per_s_per_rank"]), rate(best["tokens_per_s_per_rank"])),
         (label, percent(baseline["mfu"]), percent(best["mfu"])),
         ("HFU", percent(baseline["hfu"]), percent(best["hfu"])),
+        *achievable,
         ("peak live tensors per rank", gib(baseline["allocated_gib"]), gib(best["allocated_gib"])),
         ("peak reserved per rank", gib(baseline["reserved_gib"]), gib(best["reserved_gib"])),
         ("memory limit per rank", limit, limit),
