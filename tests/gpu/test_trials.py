@@ -105,7 +105,7 @@ def test_blocks_by_the_wall_clock_agree_with_the_phase_around_them_and_with_step
     (report,) = gang_of("fsdp2", "none").reports
     timed_s = sum(t * n for t, n in zip(report.block_times_s, report.block_steps, strict=True))
     assert 0 < timed_s <= report.phase_s["timed"]
-    assert sum(report.own_step_times_s) <= timed_s * 1.001, "a step's own time is the time to queue it"
+    assert sum(report.own_step_times_s) <= timed_s * 1.001, "the steps of a block, one after the other in its stream"
 
 
 def test_a_decoder_of_1b_shape_has_an_mfu(run_gpu, texts):

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from trials import timing
+from trials.clock import HostClock
 from trials.record import Measure
 
 
@@ -23,7 +24,7 @@ def run(measure: Measure, step_times_s: list[float], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
     options = {"expected_step_s": 0.25, "min_steps": measure.min_steps} | kwargs
-    return timing.run_blocks(step, lambda: None, lambda s: s, measure, **options)  # type: ignore[arg-type]
+    return timing.run_blocks(timing.whole_steps(step, HostClock()), lambda s: s, measure, **options)  # type: ignore[arg-type]
 
 
 def test_a_steady_step_ends_at_min_steps_in_blocks_of_about_block_s(monkeypatch: pytest.MonkeyPatch) -> None:
