@@ -22,6 +22,9 @@ from trials.engines import base, ddp, fsdp1, fsdp2
 from trials.models import DecoderWorkload
 from trials.step import Stepper
 
+FULL_QUEUE_BATCH_S = 0.1
+"""For one batch of a slow loader: more than a micro-step of the tiny model takes."""
+
 
 def decoder(knob: str, only_rank: int | None = None, **model: Any) -> DecoderWorkload:
     """The built-in decoder, on ranks where `knob` does not do what it should."""
@@ -167,6 +170,24 @@ def _slow_collate(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples)
 
 
+def _collate_slowly(samples: list[Tensor]) -> Tensor:
+    time.sleep(FULL_QUEUE_BATCH_S)
+    return torch.stack(samples)
+
+
+def _slow_loader_behind_a_full_queue() -> None:
+    """The loader gets the time to fill its queue just before that is drained."""
+    _change_loader(collate_fn=_collate_slowly)
+    drain, filled = Stepper.drain, []
+
+    def fill_and_drain(self: Stepper, num_batches: int, *rest: Any) -> bool:
+        if not filled:
+            filled.append(time.sleep(1.5 * num_batches * FULL_QUEUE_BATCH_S))
+        return drain(self, num_batches, *rest)
+
+    Stepper.drain = fill_and_drain
+
+
 def _slow_compute() -> None:
     loss = DecoderWorkload.loss
     weights = torch.ones(1024, 1024)
@@ -198,6 +219,8 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "num_workers": lambda: _change_loader(num_workers=1),
     "prefetch_factor": lambda: _change_loader(prefetch_factor=3),
     "slow_loader": lambda: _change_loader(collate_fn=_slow_collate),
+    "slow_loader_of_one_process": lambda: _change_loader(collate_fn=_collate_slowly),
+    "full_queue": _slow_loader_behind_a_full_queue,
     "slow_compute": _slow_compute,
     "engine": _no_fsdp,
     "fsdp1_sharding": lambda: _change_fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
