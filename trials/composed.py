@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,22 +62,33 @@ def total(parts: Sequence[Parts]) -> Parts:
     return Parts(*(sum(column) for column in zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
-def batches_per_short_step(parts: Parts, num_micro_steps: int) -> float:
-    """Batches that a whole step would take from the loader in the time of a short one; at least those it trains on.
+def num_thrown_away(parts: Parts, num_micro_steps: int, queued: int) -> tuple[float, float]:
+    """Batches that a short step must take from the loader besides its own, for the loader to be asked for as many a
+    second as by whole steps: after the first micro-step, and after the last.
 
-    The update comes after SHORT_MICRO_STEPS instead of `num_micro_steps`: a loader that works ahead meanwhile would
-    seem to keep up where it does not.
+    While the first and last micro-steps take longer than one between, and during the update, a loader works ahead.
+    Where that comes every SHORT_MICRO_STEPS instead of every `num_micro_steps`, it would seem to keep up where it does
+    not. During the update it works ahead by its queue at most, and by what it makes while that is emptied.
+
+    Args:
+        queued: what the loader's queue holds.
     """
     whole = parts.whole(num_micro_steps)
-    whole_s = sum(whole.values()) - whole["data"]
-    return max(float(SHORT_MICRO_STEPS), num_micro_steps * parts.short_s / whole_s)
+    whole_s = sum(whole.values())
+    without_data_s = whole_s - whole["data"]
+    each_s = without_data_s / num_micro_steps
+    update = min(whole["optimizer"] / each_s, queued * whole_s / without_data_s)
+    middle = NUM_MIDDLE * (
+        parts.middle_s / parts.num_steps / NUM_MIDDLE / each_s - 1
+    )  # below 0: `each_s` has all parts
+    after_last = max(0.0, whole["last"] / each_s - 1 + middle + update)
+    return max(0.0, whole["first"] / each_s - 1), after_last
 
 
 class ShortSteps:
     """Runs blocks of short steps, for `timing.run_blocks`, and says what whole ones would take.
 
-    With a loader that works ahead, each short step is followed by batches that are thrown away, so that the loader is
-    asked for as many a second as by whole steps.
+    With a loader that works ahead, each short step also takes batches that it throws away (`num_thrown_away`).
     """
 
     def __init__(self, stepper: Stepper, clock: Clock) -> None:
@@ -85,8 +96,9 @@ class ShortSteps:
         self.num_micro_steps = stepper.knobs.grad_accum_steps
         self.parts: list[Parts] = []
         """Of each short step since `forget`."""
-        self._batches_per_step = float(SHORT_MICRO_STEPS)
-        self._owed = 0.0
+        self._queued = stepper.knobs.num_workers * (stepper.knobs.prefetch_factor or 0)
+        self._thrown_away = 0.0, 0.0
+        self._owed = [0.0, 0.0]
 
     def forget(self) -> None:
         """Begins anew, at the pace that is known by now."""
@@ -98,49 +110,55 @@ class ShortSteps:
 
     def run(self, count: int) -> Block:
         """A block: `count` short steps, as the seconds of so many whole ones."""
-        stamps: list[list[Any]] = []
         before = self.stepper.stamp
         self.clock.synchronize()
         try:
-            for _ in range(count):
-                stamps.append([])
-                self.stepper.stamp = _stamper(self.clock, stamps[-1])
-                self._step()
+            taken = [self._step() for _ in range(count)]
         finally:
             self.stepper.stamp = before
         self.clock.synchronize()
-        block = [self._read(of_step) for of_step in stamps]
+        block = [self._read(stamps, num_after_first) for stamps, num_after_first in taken]
         self.parts += block
-        if self.stepper.knobs.num_workers:
-            self._batches_per_step = batches_per_short_step(total(self.parts), self.num_micro_steps)
+        if self._queued:
+            self._thrown_away = num_thrown_away(total(self.parts), self.num_micro_steps, self._queued)
         whole_s = sum(total(block).whole(self.num_micro_steps).values())
         return count * whole_s, [sum(parts.whole(self.num_micro_steps).values()) for parts in block]
 
-    def _step(self) -> None:
-        self.stepper.step(SHORT_MICRO_STEPS)
-        self._owed += self._batches_per_step - SHORT_MICRO_STEPS
-        for _ in range(int(self._owed)):
+    def _step(self) -> tuple[list[Any], int]:
+        """One short step: its stamps, and the number of batches that were thrown away after its first micro-step."""
+        stamps: list[Any] = []
+        self.stepper.stamp = lambda: stamps.append(self.clock.mark())
+        begun, after_first = itertools.count(), 0
+
+        def before_micro_step() -> None:
+            nonlocal after_first
+            if next(begun) == 1:
+                after_first = self._throw_away(0)
+
+        # Before the update, in whose time the loader makes up for it.
+        self.stepper.step(SHORT_MICRO_STEPS, before_micro_step, lambda: self._throw_away(1))
+        return stamps, after_first
+
+    def _throw_away(self, place: int) -> int:
+        self._owed[place] += self._thrown_away[place]
+        count = int(self._owed[place])
+        self._owed[place] -= count
+        for _ in range(count):
             self.stepper.stamp()
             self.stepper.drain(1)
             self.stepper.stamp()
-        self._owed -= int(self._owed)
+        return count
 
-    def _read(self, stamps: Sequence[Any]) -> Parts:
-        """A step's stamps are (before a wait, after it) for each micro-step, then for the update, then for each batch
-        that is thrown away."""
-        spans = [self.clock.seconds(start, end) for start, end in itertools.pairwise(stamps)]
-        update = 2 * SHORT_MICRO_STEPS  # index of the span between its stamps
-        waits = spans[:update:2] + spans[update + 2 :: 2]
-        micro_steps = spans[1:update:2]
+    def _read(self, stamps: Sequence[Any], num_after_first: int) -> Parts:
+        """Stamps are before and after each wait, for a micro-step or for what is thrown away; then of the update."""
+        *spans, update_s = [self.clock.seconds(start, end) for start, end in itertools.pairwise(stamps)]
+        waits, between = spans[::2], spans[1::2]
+        second = 1 + num_after_first
         return Parts(
-            first_s=micro_steps[0],
-            middle_s=sum(micro_steps[1:-1]),
-            last_s=micro_steps[-1],
-            optimizer_s=spans[update],
+            first_s=between[0],
+            middle_s=sum(between[second : second + NUM_MIDDLE]),
+            last_s=between[second + NUM_MIDDLE],
+            optimizer_s=update_s,
             data_s=sum(waits),
             num_batches=len(waits),
         )
-
-
-def _stamper(clock: Clock, stamps: list[Any]) -> Callable[[], None]:
-    return lambda: stamps.append(clock.mark())

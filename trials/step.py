@@ -51,12 +51,18 @@ class Stepper:
         self._micro_steps: set[int] = set()
         self._synced_early: set[bool] = set()
 
-    def step(self, num_micro_steps: int | None = None, before_micro_step: Callable[[], None] | None = None) -> None:
+    def step(
+        self,
+        num_micro_steps: int | None = None,
+        before_micro_step: Callable[[], None] | None = None,
+        before_update: Callable[[], object] | None = None,
+    ) -> None:
         """One optimizer step; its mean loss on this rank goes to `losses`, without a host sync.
 
         Args:
             num_micro_steps: fewer than grad_accum_steps.
-            before_micro_step: for the memory probe only.
+            before_micro_step: for the memory probe and for short steps (`trials.composed`), which no trainer runs.
+            before_update: for short steps.
         """
         count = num_micro_steps or self.knobs.grad_accum_steps
         total: Tensor | None = None
@@ -79,6 +85,8 @@ class Stepper:
                 loss = checked_loss(self.loss, self.model.module, on_device) / count
                 loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
+        if before_update is not None:
+            before_update()
         self.stamp()
         with self.mark(OPTIMIZER_MARK):
             self.optimizer.step()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trials import composed
@@ -36,16 +36,27 @@ class ModelledRank:
     stamp: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
-        self.knobs: Any = SimpleNamespace(grad_accum_steps=self.num_micro_steps, num_workers=int(self.queue > 0))
+        self.knobs: Any = SimpleNamespace(
+            grad_accum_steps=self.num_micro_steps,
+            num_workers=int(self.queue > 0),
+            prefetch_factor=self.queue or None,
+        )
 
-    def step(self, num_micro_steps: int | None = None) -> None:
+    def step(
+        self,
+        num_micro_steps: int | None = None,
+        before_micro_step: Callable[[], None] = lambda: None,
+        before_update: Callable[[], object] = lambda: None,
+    ) -> None:
         count = num_micro_steps or self.num_micro_steps
         for micro in range(count):
+            before_micro_step()
             self.stamp()
             self.drain(1)
             self.stamp()
             last = micro == count - 1
             self.now_s += self.first_s if micro == 0 else self.last_s if last else self.middle_s
+        before_update()
         self.stamp()
         self.now_s += self.optimizer_s
         self.stamp()
@@ -89,16 +100,19 @@ def whole_and_composed_s(**rank: Any) -> tuple[float, float, composed.ShortSteps
     return (whole.now_s - started_s) / 20, sum(blocks_s) / 80, steps
 
 
-MICRO = st.floats(0.5, 2.0)
+MICRO = st.floats(1.0, 2.0)
+TOLERANCE = {0: 1e-9, 2: 0.1, 4: 0.03, 16: 0.03}
+"""By the loader's queue: in a short one the loader stands still longer than beside whole steps."""
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     n=st.integers(9, 128),
     first=MICRO,
     last=MICRO,
     optimizer=st.floats(0.0, 3.0),
     loader=st.floats(0.0, 3.0),
-    queue=st.sampled_from([0, 1, 4, 16]),
+    queue=st.sampled_from(sorted(TOLERANCE)),
 )
 def test_it_is_the_whole_step_whatever_the_loader_can_do(
     n: int, first: float, last: float, optimizer: float, loader: float, queue: int
@@ -106,7 +120,7 @@ def test_it_is_the_whole_step_whatever_the_loader_can_do(
     whole_s, composed_s, _ = whole_and_composed_s(
         num_micro_steps=n, first_s=first, middle_s=1.0, last_s=last, optimizer_s=optimizer, loader_s=loader, queue=queue
     )
-    assert composed_s == pytest.approx(whole_s, rel=0.05)
+    assert composed_s == pytest.approx(whole_s, rel=TOLERANCE[queue])
 
 
 @pytest.mark.parametrize("loader_s", [0.9, 1.1, 1.3])
@@ -122,10 +136,10 @@ def test_a_loader_that_catches_up_during_the_update_of_a_short_step_is_still_see
 
 def test_a_short_step_takes_few_batches_and_its_parts_sum_to_the_whole() -> None:
     _, composed_s, steps = whole_and_composed_s(
-        num_micro_steps=64, first_s=2.0, middle_s=1.0, last_s=3.0, optimizer_s=0.5, loader_s=0.01, queue=4
+        num_micro_steps=64, first_s=2.0, middle_s=1.0, last_s=3.0, optimizer_s=0.5, loader_s=1e-9, queue=4
     )
     parts = steps.whole_step()
-    assert parts == pytest.approx({"first": 2, "middle": 62, "last": 3, "optimizer": 0.5, "data": 0}, abs=1e-9)
+    assert parts == pytest.approx({"first": 2, "middle": 62, "last": 3, "optimizer": 0.5, "data": 0}, abs=1e-6)
     assert sum(parts.values()) == pytest.approx(composed_s)
     assert composed.total(steps.parts).num_batches < 64 / 4 * len(steps.parts)
 
