@@ -103,7 +103,7 @@ def _doubts(row: dict[str, Any]) -> Iterator[Finding]:
     if abs(drift) > DRIFT:
         yield Finding(
             "drifting",
-            f"the second half of the timed steps took {100 * drift:+.0f} % of the first half's time",
+            f"steps of the second half of the timed blocks took {100 * drift:+.0f} % against those of the first",
             None,
             ("more measure.warmup_steps", "a machine with nothing else on it", "measuring it again"),
         )

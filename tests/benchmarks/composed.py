@@ -54,16 +54,17 @@ def _spec(first: TrialSpec, knobs: Knobs) -> TrialSpec:
 
 @click.command()
 @click.option("--rounds", default=9, show_default=True, help="Pairs of each config.")
+@click.option("--only", default="", help="Configs whose name has this in it.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the seconds here.")
-def main(rounds: int, json_file: Path | None) -> None:
+def main(rounds: int, only: str, json_file: Path | None) -> None:
     console = Console(width=110)
-    configs = specs()
+    configs = {name: spec for name, spec in specs().items() if only in name}
     with tempfile.TemporaryDirectory() as name:
         order, result = Path(name) / "order.json", Path(name) / "result.json"
         order.write_text(json.dumps({"specs": [spec.to_json() for spec in configs.values()], "rounds": rounds}))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         subprocess.run([*launch, str(RANK), str(order), str(result)], check=True, timeout=3000)
-        found = dict(zip(configs, json.loads(result.read_text()), strict=True))
+        found = dict(zip(configs, map(json.loads, result.read_text().splitlines()), strict=True))
     table = Table(title=f"A composed step's time over the whole one's, {rounds} interleaved pairs")
     for column in ("config, micro-steps", "composed s", "whole s", "ratio", "95 % interval"):
         table.add_column(column, justify="left" if column.startswith("config") else "right")

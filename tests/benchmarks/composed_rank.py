@@ -1,7 +1,7 @@
 """One rank of composed.py: whole and short steps of each config in turn, on one live model.
 
 `torchrun --nproc-per-node 2 composed_rank.py ORDER RESULT`. ORDER is {"specs": [TrialSpec, ...], "rounds": N}; RESULT
-gets, for each spec, pairs of (composed, whole) seconds of a step, slowest rank.
+gets a line for each spec: pairs of (composed, whole) seconds of a step, slowest rank.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def pairs_of(spec: TrialSpec, rounds: int) -> list[tuple[float, float]]:
 def main(order: dict[str, Any], result: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = [pairs_of(TrialSpec.from_json(text), order["rounds"]) for text in order["specs"]]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
+    for text in order["specs"]:
+        pairs = pairs_of(TrialSpec.from_json(text), order["rounds"])
+        if dist.get_rank() == 0:
+            with result.open("a") as file:
+                file.write(json.dumps(pairs) + "\n")
     dist.destroy_process_group()
 
 
