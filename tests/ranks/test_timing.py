@@ -91,6 +91,14 @@ def test_a_trial_without_time_left_is_not_profiled_and_says_so(ranks, text_folde
         assert report.num_steps == 2, "the steps that were asked for at least are run all the same"
 
 
+def test_nothing_waits_for_a_value_inside_a_micro_step(ranks, text_folder):
+    """Which would drain what a GPU's host has queued ahead. That the test can fail, the second trial shows."""
+    knobs = {"num_workers": 0, "prefetch_factor": None, "grad_accum_steps": 2}
+    run(ranks, text_folder, "host_reads_refused", knobs=knobs)
+    for report in run(ranks, text_folder, "host_read", knobs=knobs, expected=Outcome.CRASHED):
+        assert "waits for a value inside a micro-step" in report.reason
+
+
 def test_blocks_are_those_of_the_slowest_rank(ranks, text_folder):
     first, second = run(ranks, text_folder, "slow_compute", only_rank=1)
     assert first.block_times_s == second.block_times_s
