@@ -78,9 +78,7 @@ def num_thrown_away(parts: Parts, num_micro_steps: int, queued: int) -> tuple[fl
     without_data_s = whole_s - whole["data"]
     each_s = without_data_s / num_micro_steps
     update = min(whole["optimizer"] / each_s, queued * whole_s / without_data_s)
-    middle = NUM_MIDDLE * (
-        parts.middle_s / parts.num_steps / NUM_MIDDLE / each_s - 1
-    )  # below 0: `each_s` has all parts
+    middle = parts.middle_s / parts.num_steps / each_s - NUM_MIDDLE  # below 0: `each_s` has its share of all parts
     after_last = max(0.0, whole["last"] / each_s - 1 + middle + update)
     return max(0.0, whole["first"] / each_s - 1), after_last
 

@@ -16,11 +16,10 @@ def test_the_search_composes_steps_and_finalists_and_rounds_run_them_whole(tmp_p
     write_job(
         tmp_path,
         batch={"global_batch_size": 24, "target_world_size": 2},
-        space={"activation_checkpointing": ["none", "full"], "micro_batch_size": [1, 4]},
+        space={"activation_checkpointing": ["none", "full"]},
         baseline={"num_workers": 0},
-        budget={"trials": 3},
         measure={
-            "warmup_steps": 2, "min_steps": 3, "max_steps": 4, "rounds": 3, "num_finalists": 3, "compose_above": 4
+            "warmup_steps": 2, "min_steps": 3, "max_steps": 4, "rounds": 3, "num_finalists": 1, "compose_above": 4
         },
     )  # fmt: skip
     done = autotune("run", "job.yaml", cwd=tmp_path)
@@ -28,12 +27,11 @@ def test_the_search_composes_steps_and_finalists_and_rounds_run_them_whole(tmp_p
     rows, _ = History(tmp_path / "run" / "history").rows()
     composed = {}
     for row in rows:
-        is_long = row["knobs"]["grad_accum_steps"] == 12
-        assert row["timing"] == ("composed" if is_long and row["stage"] == "explore" else "whole")
+        assert row["timing"] == ("composed" if row["stage"] == "explore" else "whole")
         assert row["tokens_per_s_per_rank"] * row["step_time_s"] == pytest.approx(12 * 32)
         if row["timing"] == "composed":
             composed[row["knobs"]["activation_checkpointing"]] = row["step_time_s"]
-            assert row["step_time_s"] == pytest.approx(sum(row["step_parts_s"].values()), rel=1)
+            assert sorted(row["step_parts_s"]) == ["data", "first", "last", "middle", "optimizer"]
     assert list(composed) == ["none"], "the baseline is the other"
     (finalist,) = (row for row in rows if row["stage"] == "finalist" and row["composed_step_time_s"] is not None)
     assert finalist["composed_step_time_s"] == composed["none"]
