@@ -34,8 +34,9 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## overhead of a trial beside torchrun; prints tables, minutes
+benchmark: $(DEV)  ## overhead of a trial beside torchrun, composed steps beside whole ones; prints tables, minutes
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.composed
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV): a minute or more"

@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import Knobs
+from trials.record import WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -56,9 +56,19 @@ class Evidence:
             "share_of_achievable": scaled(row.get("share_of_achievable")),
             "allocated_gib": row.get("allocated_gib"),
             "reserved_gib": row.get("reserved_gib"),
+            "timing": WHOLE if self.rate else row.get("timing") or WHOLE,
+            "composed_difference": self._composed_difference(),
+            "loader_sustained": row.get("loader_sustained") is not False,
             "breakdown": self._breakdown(),
             "bottlenecks": [finding.to_dict() for finding in diagnose((self.profiled or attempt).row, limits)],
         }
+
+    def _composed_difference(self) -> float | None:
+        """Step time that the search put together from parts / that of the whole steps of the rounds - 1."""
+        measured = self.attempt.tokens_per_s_per_rank
+        if not self.attempt.is_composed or not self.rate or not measured:
+            return None
+        return self.rate / measured - 1
 
     def _breakdown(self) -> dict[str, Any] | None:
         """Fractions of a step, which sum to 1."""

@@ -25,6 +25,7 @@ RECOMPUTE = 0.10  # guess: of the step, by the share of recomputed FLOPs in its 
 COMPUTE_BOUND = 0.70  # guess: of the step; below it compute is not what bounds
 NON_MATMUL = 0.40  # guess: of the compute; above it memory bandwidth bounds, not the matmul units
 TOO_SMALL = 0.40  # guess: compute and optimizer below this, and gaps: too little work for a step's fixed costs
+DRIFT = 0.10  # guess: of the second half of the timed blocks against the first; less is a shared machine's usual noise
 SHORT_KERNEL_US = 10.0  # guess: a launch takes about as long
 
 
@@ -49,13 +50,13 @@ def upper_bound(fraction: float) -> float:
 
 
 def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
-    """What bounds the attempt of `row`: trouble with memory first, then the largest possible gain first.
+    """What bounds the attempt of `row`: trouble with memory, doubts of the figures, then the largest gain.
 
     Without a breakdown only memory and the loader are known; of an attempt that did not measure, nothing.
     """
     if row.get("outcome") != "ok":
         return []
-    memory = list(_memory(row, limits))
+    memory = [*_memory(row, limits), *_doubts(row)]
     if not row.get("rank_breakdowns"):
         return memory + list(_loader_timer(row))
     ranks = [Breakdown(**rank) for rank in row["rank_breakdowns"]]
@@ -86,6 +87,26 @@ def _memory(row: dict[str, Any], limits: Limits) -> Iterator[Finding]:
     if used is not None and limits.limit_gib is not None and limits.over_limit(used) > 0:
         usable = limits.limit_gib * (1 - limits.headroom)
         yield Finding("memory-limited", f"{used:.3g} GiB used of {usable:.3g} GiB less headroom", None, less)
+
+
+def _doubts(row: dict[str, Any]) -> Iterator[Finding]:
+    """What makes the throughput itself doubtful."""
+    if row.get("loader_sustained") is False:
+        yield Finding(
+            "queue-not-drained",
+            "the loader's queue could not be emptied and timed three times over in the trial's time: the throughput "
+            "may be the queue's, not the loader's",
+            None,
+            ("a longer measure.trial_timeout_s", "a smaller prefetch_factor", "fewer num_workers"),
+        )
+    drift = row.get("drift") or 0.0
+    if abs(drift) > DRIFT:
+        yield Finding(
+            "drifting",
+            f"steps of the second half of the timed blocks took {100 * drift:+.0f} % against those of the first",
+            None,
+            ("more measure.warmup_steps", "a machine with nothing else on it", "measuring it again"),
+        )
 
 
 _LOADER = ("more num_workers", "a larger prefetch_factor", "tokenising beforehand")

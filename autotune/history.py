@@ -76,6 +76,14 @@ SCHEMA = pa.schema(
         ("block_times_s", _SECONDS),  # seconds a step of each timed block, slowest rank
         ("rank_step_times_s", pa.list_(_SECONDS)),  # each timed step, a list a rank
         ("num_steps", pa.int32()),  # timed optimizer steps
+        (
+            "timing",
+            pa.string(),
+        ),  # whole: of steps as they are; composed: of short steps, put together (trials/composed.py)
+        ("step_parts_s", pa.map_(pa.string(), pa.float64())),  # of a composed step; their sum is it; slowest rank
+        ("composed_step_time_s", pa.float64()),  # beside whole steps: what the search had composed for this config
+        ("composed_difference", pa.float64()),  # composed / whole - 1
+        ("loader_sustained", pa.bool_()),  # false: the rate may be that of a full loader queue
         ("drift", pa.float64()),  # second half of the blocks / first half - 1
         ("data_wait_s", pa.float64()),  # waited for batches in the timed blocks, worst rank
         ("mfu", pa.float64()),  # fractions; null when the peak is not known

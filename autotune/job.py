@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from autotune.errors import nearest
 from trials.formats import inapplicable
-from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SYNTHETIC, checkpoint_stride
+from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SHORT_MICRO_STEPS, SYNTHETIC, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
@@ -343,6 +343,9 @@ class MeasureSettings(Section):
     max_steps: Positive = 40
     rel_ci: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """A trial ends once the 95 % interval of its mean block time is within +- this fraction."""
+    compose_above: NotNegative = 8
+    """With more grad_accum_steps than this, trials of the search run short steps and put a whole step's time together
+    from their parts; finalists and rounds run whole steps always."""
     compile_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """For the first step of a trial with compiled blocks, on top of trial_timeout_s."""
     trial_timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -354,6 +357,11 @@ class MeasureSettings(Section):
     def _order(self) -> Self:
         if self.min_steps > self.max_steps:
             raise ValueError(f"min_steps = {self.min_steps} is more than max_steps = {self.max_steps}")
+        if self.compose_above < SHORT_MICRO_STEPS:
+            raise ValueError(
+                f"compose_above = {self.compose_above}: a short step has {SHORT_MICRO_STEPS} micro-steps itself; "
+                f"give {SHORT_MICRO_STEPS} or more"
+            )
         return self
 
 

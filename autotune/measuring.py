@@ -15,7 +15,7 @@ from autotune.errors import InfrastructureError
 from autotune.history import History
 from autotune.job import Job
 from autotune.numerics import deviation
-from autotune.rows import GIB, Attempt, Study, attempt_from_row, history_row
+from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, Outcome
 from trials.record import Knobs, Measure, TrialSpec
@@ -52,6 +52,7 @@ def make_spec(
 ) -> TrialSpec:
     """The order for one trial of `job`; without knobs, for its survey."""
     measure = job.measure
+    is_long = knobs is not None and knobs.grad_accum_steps > measure.compose_above
     return TrialSpec(
         trial=trial,
         stage=stage,
@@ -70,6 +71,8 @@ def make_spec(
         round=round_number,
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
+        timeout_s=measure.trial_timeout_s,
+        composed=is_long and stage == SIDE_BY_SIDE,
         compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
         matmul_micro_batch_size=job.baseline.micro_batch_size if knobs is None and job.cluster.calibrate_peak else None,
@@ -116,6 +119,8 @@ class Measurer:
     _hardware_flops: dict[str, float] = field(default_factory=dict)
     """By checkpointing mode."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
+    _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
+    """A step's time as it was put together from parts, to be seen beside whole steps."""
     _reference_losses: list[float] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
@@ -281,7 +286,7 @@ class Measurer:
         if result.outcome is not Outcome.OK or not self._reference_losses or self.study.model.is_random:
             return result
         # Before the loader's queue is drained, all configs train on the same samples.
-        losses = result.reports[0].losses[: spec.measure.warmup_steps + 1]
+        losses = result.reports[0].losses[: spec.num_warmup_steps + 1]
         problem = deviation(losses, self._reference_losses, spec.precision)
         return replace(result, outcome=Outcome.WRONG_NUMERICS, reason=problem) if problem else result
 
@@ -304,6 +309,7 @@ class Measurer:
 
     def _record(self, flight: _Flight, result: GangResult) -> Attempt:
         row = history_row(flight.spec, result, self.study, str(flight.folder.relative_to(self.out)))
+        row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs)) if flight.spec.knobs else {}
         self._history.append(row)
         return attempt_from_row(row, self.study.limits)
 
@@ -322,6 +328,8 @@ class Measurer:
         if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
             self._reference_losses = list(attempt.row.get("losses") or [])
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
+        if attempt.is_composed and attempt.outcome is Outcome.OK:
+            self._composed_step_s[attempt.knobs] = attempt.row["step_time_s"]
         if hardware is not None:
             self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
         if allocated is not None:

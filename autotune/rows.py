@@ -15,7 +15,7 @@ from autotune.search.study import Told
 from trials.breakdown import Breakdown, pacing_rank
 from trials.conventions import tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
-from trials.record import SYNTHETIC, Knobs, RankReport, TrialSpec, digest
+from trials.record import COMPOSED, SYNTHETIC, WHOLE, Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
@@ -99,6 +99,11 @@ class Attempt:
         return self.told.tokens_per_s_per_rank
 
     @property
+    def is_composed(self) -> bool:
+        """Its step's time was put together from parts."""
+        return self.row.get("timing") == COMPOSED
+
+    @property
     def is_feasible(self) -> bool:
         return self.outcome is Outcome.OK and self.told.memory_over_limit <= 0
 
@@ -114,7 +119,17 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         raise ValueError(f"stage {row['stage']!r}, trial {row['trial']}, attempt {row['attempt']}")
     if not all(isinstance(host, str) for host in row["hosts"]):
         raise ValueError(f"hosts {row['hosts']}")
-    for name in ("allocated_gib", "reserved_gib", "hardware_flops_per_token", "mfu", "mfu_causal", "hfu"):
+    if row.get("timing") not in (None, WHOLE, COMPOSED):
+        raise ValueError(f"timing {row['timing']!r}")
+    for name in (
+        "allocated_gib",
+        "reserved_gib",
+        "hardware_flops_per_token",
+        "mfu",
+        "mfu_causal",
+        "hfu",
+        "step_time_s",
+    ):
         if row.get(name) is not None and not _is_figure(row[name]):
             raise ValueError(f"{name} {row[name]}")
     if not all(isinstance(loss, float) and math.isfinite(loss) for loss in row.get("losses") or []):
@@ -249,6 +264,9 @@ def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak
         "rank_step_times_s": [reports[rank].own_step_times_s for rank in sorted(reports)],
         "num_steps": first.num_steps,
         "drift": first.drift,
+        "timing": first.timing,
+        "step_parts_s": _pacing(reports).step_parts_s,
+        "loader_sustained": all(report.loader_sustained for report in reports.values()),
         "data_wait_s": max(report.data_wait_s for report in reports.values()),
         "losses": first.losses,
         "hardware_flops_per_token": hardware,
@@ -257,6 +275,19 @@ def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak
         "mfu_causal": _utilisation(rate, model.flops_per_token_causal, peak),
         "hfu": _utilisation(rate, hardware, peak),
     }
+
+
+def _pacing(reports: dict[int, RankReport]) -> RankReport:
+    """Of the rank whose steps took longest."""
+    return max(reports.values(), key=lambda report: sum(report.own_step_times_s))
+
+
+def composed_beside(row: dict[str, Any], composed_step_s: float | None) -> dict[str, Any]:
+    """Fields of a row of whole steps: what the search had put together for the same config, and how far it was off."""
+    whole_s = row.get("step_time_s")
+    if composed_step_s is None or not whole_s or row["timing"] != WHOLE:
+        return {}
+    return {"composed_step_time_s": composed_step_s, "composed_difference": composed_step_s / whole_s - 1}
 
 
 def _half_width_s(block_times_s: list[float]) -> float | None:

@@ -225,7 +225,9 @@ class Run:
         for first in [*chosen, reference] if chosen else []:
             again = self._trial(first.knobs, "finalist")
             if again.outcome is Outcome.OK:
-                scores.append((_geometric_mean([_rate(first), _rate(again)]), first))
+                # What was put together from parts is no match for whole steps: those alone count.
+                runs = [again] if first.is_composed else [first, again]
+                scores.append((_geometric_mean([_rate(run) for run in runs]), first))
         to_beat = next((score for score, attempt in scores if attempt is reference), _rate(reference))
         faster = [(score, attempt) for score, attempt in scores if score > to_beat]
         return [attempt for _, attempt in sorted(faster, key=lambda pair: pair[0], reverse=True)]

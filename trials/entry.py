@@ -28,14 +28,38 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from trials import attention, data, doctor, facts, flops, machine, matmul_rate, memory, profiled, survey, timing, wrap
+from trials import (
+    attention,
+    composed,
+    data,
+    doctor,
+    facts,
+    flops,
+    machine,
+    matmul_rate,
+    memory,
+    profiled,
+    survey,
+    timing,
+    wrap,
+)
+from trials.clock import clock_of
 from trials.engines import ShardedModel
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
 from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialError, classify_exception
-from trials.record import Knobs, RankReport, TrialSpec
+from trials.record import COMPOSED, SHORT_MICRO_STEPS, Knobs, RankReport, TrialSpec
 from trials.step import Stepper
 from trials.workload import Workload, load_workload
+
+TIMED_SHARE = 0.7
+"""Of a trial's time: its timed blocks end by then. The rest is for what follows them: memory, profile, FLOPs."""
+DRAIN_SHARE = 0.25
+"""Of the time left for draining the loader's queue and timing: the timed steps take three times as many batches."""
+QUEUES_TIMED = 3
+"""Times what the loader's queue holds: so many batches are timed, so that what is left in the queue counts little."""
+PROFILED_STEPS = 4
+"""Steps that a short and a whole one under the profiler may take."""
 
 
 class Rank:
@@ -50,6 +74,7 @@ class Rank:
             torch_version=torch.__version__,
             device_name=platform.machine(),
         )
+        self.clock = clock_of(spec.device)
         self.limit: memory.CpuLimit | None = None
         self._phase_started = time.perf_counter()
 
@@ -154,32 +179,85 @@ class Rank:
             "fused_optimizer": bool(optimizer.defaults["fused"]),
         }
         wrap.compare(knobs, self.report.applied)
-        self.enter("drain")
         queued = knobs.num_workers * (knobs.prefetch_factor or 0)
-        stepper.drain(queued)
-        self.enter("timed")
-        if spec.device == "cuda":
-            retries_before = memory.cuda_peaks()[2]
-        # A queue filled during warm-up must not carry the timed blocks: time three times as many batches as it holds.
-        min_steps = max(spec.measure.min_steps, math.ceil(3 * queued / knobs.grad_accum_steps))
-        before_s = stepper.data_wait_s
-        measured = timing.run_blocks(
-            stepper.step, self._synchronize, self._slowest, spec.measure, expected_step_s, min_steps
-        )
-        self.report.data_wait_s = stepper.data_wait_s - before_s
-        self._record(measured, stepper, knobs)
+        self._time(stepper, knobs, expected_step_s, queued)
         self.enter("memory")
         if spec.device == "cuda":
             report = self.report
-            report.allocated_bytes, report.reserved_bytes, retries = memory.cuda_peaks()
-            report.alloc_retries = retries - retries_before
+            report.allocated_bytes, report.reserved_bytes, _ = memory.cuda_peaks()
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
-        if spec.profile:
+        if spec.profile and self._is_time_to_profile():
             self.enter("profile")
             self._profile(stepper, queued)
         self.enter("flops")
         self._count_flops(workload, knobs)
+
+    def _time(self, stepper: Stepper, knobs: Knobs, expected_step_s: float, queued: int) -> None:
+        """The timed blocks, from a loader whose queue holds nothing that was made ahead."""
+        spec, report = self.spec, self.report
+        run = timing.whole_steps(stepper.step, self.clock)
+        batches_per_step = knobs.grad_accum_steps
+        short = composed.ShortSteps(stepper, self.clock) if spec.composed else None
+        if short is not None:
+            run, batches_per_step = short.run, SHORT_MICRO_STEPS
+            expected_step_s = self._warm_up_short(short)
+        self.enter("drain")
+        left_s = self._left_s()
+        drained = stepper.drain(queued, DRAIN_SHARE * left_s)
+        self.enter("timed")
+        if spec.device == "cuda":
+            retries_before = memory.cuda_peaks()[2]
+        before_s = stepper.data_wait_s
+        sustained_steps = math.ceil(QUEUES_TIMED * queued / batches_per_step)
+        measured = timing.run_blocks(
+            run,
+            self._slowest_of,
+            spec.measure,
+            expected_step_s,
+            max(spec.measure.min_steps, sustained_steps),
+            budget_s=self._left_s(),
+        )
+        report.data_wait_s = stepper.data_wait_s - before_s
+        if short is not None:
+            report.timing, report.step_parts_s = COMPOSED, short.whole_step()
+            report.data_wait_s = report.step_parts_s["data"] * measured.num_steps
+        report.loader_sustained = drained and measured.num_steps >= sustained_steps
+        if not report.loader_sustained:
+            report.warnings.append(
+                "a trial's loader was too slow, or its queue (num_workers x prefetch_factor) too deep, to be emptied "
+                "and timed three times over in measure.trial_timeout_s: its throughput may be the queue's and not the "
+                "loader's (loader_sustained in the history); raise measure.trial_timeout_s, or search shorter queues"
+            )
+        if spec.device == "cuda":
+            report.alloc_retries = memory.cuda_peaks()[2] - retries_before
+        self._record(measured, stepper, knobs)
+
+    def _warm_up_short(self, short: composed.ShortSteps) -> float:
+        """Seconds that a short step really takes, slowest rank; shows `short` at what pace to take batches."""
+        for _ in range(2):
+            started = time.perf_counter()
+            short.run(1)
+            took_s = time.perf_counter() - started
+        short.forget()
+        return self._slowest(took_s)
+
+    def _left_s(self, share: float = TIMED_SHARE) -> float:
+        """Until this share of the trial's time is over, the same on all ranks; compiling has a time of its own."""
+        spent_s = time.time() - self.report.started_at - self.report.phase_s.get("compile", 0.0)
+        return max(0.0, share * self.spec.timeout_s - self._slowest(spent_s))
+
+    def _is_time_to_profile(self) -> bool:
+        """Whether there is time left to drain the queue once more, and to run a short and a whole step."""
+        report = self.report
+        step_s = timing.mean_step_s(report.block_times_s, report.block_steps)
+        needed_s = self._slowest(report.phase_s["drain"]) + PROFILED_STEPS * step_s
+        if needed_s <= self._left_s(1.0):
+            return True
+        report.warnings.append(
+            "no breakdown of the step: too little of measure.trial_timeout_s was left to profile one"
+        )
+        return False
 
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""
@@ -192,7 +270,7 @@ class Rank:
         if self.limit is not None:
             self.limit.lift()
         with self._beside_the_measurement("no breakdown of the step: the profiled step"):
-            found = profiled.profile_step(stepper, num_queued, self._synchronize, self._meet, trace)
+            found = profiled.profile_step(stepper, num_queued, self.clock.synchronize, self._meet, trace)
             self.report.breakdown = found.to_dict()
 
     def _count_flops(self, workload: Workload, knobs: Knobs) -> None:
@@ -238,7 +316,7 @@ class Rank:
             self.enter("compile")
             started = time.perf_counter()
             stepper.step()
-            self._synchronize()
+            self.clock.synchronize()
             took_s, limit_s = self._slowest(time.perf_counter() - started), self.spec.compile_timeout_s
             if took_s > limit_s:
                 raise TrialError(
@@ -269,10 +347,10 @@ class Rank:
 
         def steps() -> None:
             nonlocal last_s
-            for _ in range(self.spec.measure.warmup_steps):
+            for _ in range(self.spec.num_warmup_steps):
                 started = time.perf_counter()
                 stepper.step()
-                self._synchronize()
+                self.clock.synchronize()
                 last_s = time.perf_counter() - started
 
         self._watched(steps)
@@ -311,19 +389,19 @@ class Rank:
         # A small model may live in what the process had free before: it takes its tensors all the same.
         report.reserved_bytes = max(self.limit.peak_growth_bytes, report.allocated_bytes or 0)
 
-    def _synchronize(self) -> None:
-        if self.spec.device == "cuda":
-            torch.cuda.synchronize()
-
     def _meet(self) -> None:
         self._slowest(0.0)
 
     def _slowest(self, seconds: float) -> float:
+        return self._slowest_of([seconds])[0]
+
+    def _slowest_of(self, seconds: list[float]) -> list[float]:
         if self.limit is not None:
             self.limit.note()  # between blocks: a heap that creeps up shows here
-        value = torch.tensor([seconds], dtype=torch.float64, device=self.spec.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value.item())
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.spec.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        found: list[float] = values.tolist()
+        return found
 
     def _mean(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)

@@ -215,6 +215,13 @@ class Measure:
     """Target length of one timed block, seconds; a block is always whole optimizer steps."""
 
 
+WHOLE, COMPOSED = "whole", "composed"
+"""How a trial's steps were timed: as they are, or put together from parts."""
+COMPOSED_WARMUP_STEPS = 1
+SHORT_MICRO_STEPS = 4
+"""Of a step that stands for one of long accumulation: the first, two middle ones, the last."""
+
+
 @dataclass(frozen=True)
 class TrialSpec:
     """One attempt, as the driver asks for it; the same frozen JSON reaches every rank."""
@@ -246,6 +253,10 @@ class TrialSpec:
     memory_limit_gib: float | None = None
     """Limit per rank: of the CUDA caching allocator, or on CPU of the data segment's growth (RLIMIT_DATA)."""
     process_group_timeout_s: float = 120.0
+    timeout_s: float = 600.0
+    """Of the whole trial, compiling aside; the driver ends it then, so the rank sees to it that it has ended before."""
+    composed: bool = False
+    """Time short steps, and put a whole step's time together from their parts (`trials.composed`)."""
     compile_timeout_s: float = 300.0
     """For the first step of a trial with compiled blocks."""
     import_paths: tuple[str, ...] = ()
@@ -259,6 +270,12 @@ class TrialSpec:
     profile: str = ""
     """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
     too, as trace-rank-N.json.gz in the trial's folder)."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Whole optimizer steps between the first one and the clock; a composed trial has as few as show the first
+        update's effect and all memory of a whole step."""
+        return min(self.measure.warmup_steps, COMPOSED_WARMUP_STEPS) if self.composed else self.measure.warmup_steps
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -317,7 +334,14 @@ class RankReport:
     block_steps: list[int] = field(default_factory=list)
     """Optimizer steps in each timed block."""
     own_step_times_s: list[float] = field(default_factory=list)
-    """Seconds of each timed optimizer step on this rank alone; on CUDA the time to queue it, not to run it."""
+    """Seconds of each timed optimizer step on this rank alone; on CUDA of its stream, not of the host."""
+    timing: str = WHOLE
+    """`whole`, or `composed`: the above are of short steps, each as the whole one that it stands for."""
+    step_parts_s: dict[str, float] | None = None
+    """Seconds of a composed step on this rank: first, middle, last (micro-steps), optimizer, data; they sum to it."""
+    loader_sustained: bool = True
+    """The loader's queue was emptied before the clock started, and the timed steps took three times what it holds. If
+    not, the throughput may be the queue's, not the loader's."""
     data_wait_s: float = 0.0
     """Seconds this rank waited for batches inside the timed blocks."""
     drift: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,15 +45,24 @@ class Stepper:
         self.mark: Callable[[str], AbstractContextManager[Any]] = lambda _: _NO_MARK
         """Around what a profiler shall know by name. Torch's `record_function` costs 7 us even when nobody profiles,
         this 0.3: only the profiled step takes torch's."""
+        self.stamp: Callable[[], object] = lambda: None
+        """Called before and after each wait for a micro-batch, and before and after the update."""
         self._micro_batch_sizes: set[int] = set()
         self._micro_steps: set[int] = set()
         self._synced_early: set[bool] = set()
 
-    def step(self, num_micro_steps: int | None = None, before_micro_step: Callable[[], None] | None = None) -> None:
+    def step(
+        self,
+        num_micro_steps: int | None = None,
+        before_micro_step: Callable[[], None] | None = None,
+        before_update: Callable[[], object] | None = None,
+    ) -> None:
         """One optimizer step; its mean loss on this rank goes to `losses`, without a host sync.
 
         Args:
-            num_micro_steps: fewer than grad_accum_steps; with `before_micro_step`, for the memory probe only.
+            num_micro_steps: fewer than grad_accum_steps.
+            before_micro_step: for the memory probe and for short steps (`trials.composed`), which no trainer runs.
+            before_update: for short steps.
         """
         count = num_micro_steps or self.knobs.grad_accum_steps
         total: Tensor | None = None
@@ -60,10 +70,12 @@ class Stepper:
             if before_micro_step is not None:
                 before_micro_step()
             last = micro == count - 1
+            self.stamp()
             started = time.perf_counter()
             with self.mark(DATA_MARK):
                 tokens = next(self.batches)
             self.data_wait_s += time.perf_counter() - started
+            self.stamp()
             with (
                 self.model.micro_step(last=last, sync=self.knobs.sync_each_micro_batch),
                 attention.only(self.knobs.attention_backend),
@@ -73,9 +85,13 @@ class Stepper:
                 loss = checked_loss(self.loss, self.model.module, on_device) / count
                 loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
+        if before_update is not None:
+            before_update()
+        self.stamp()
         with self.mark(OPTIMIZER_MARK):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.stamp()
         assert total is not None
         self.losses.append(total)
         self._micro_steps.add(count)
@@ -85,11 +101,14 @@ class Stepper:
         if not last:
             self._synced_early.add(self.model.reduces_gradients())
 
-    def drain(self, num_batches: int) -> None:
-        """Takes batches from the loader without training on them, in whole optimizer steps."""
-        steps = -(-num_batches // self.knobs.grad_accum_steps)
-        for _ in range(steps * self.knobs.grad_accum_steps):
+    def drain(self, num_batches: int, within_s: float = math.inf) -> bool:
+        """Takes batches from the loader without training on them; whether it got so many in `within_s` seconds."""
+        end = time.perf_counter() + within_s
+        for _ in range(num_batches):
+            if time.perf_counter() > end:
+                return False
             next(self.batches)
+        return True
 
     def observed(self) -> dict[str, Any]:
         """The knobs that act in the step, as seen so far."""

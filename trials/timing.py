@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trials.clock import Clock
 from trials.record import Measure
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom (NIST e-Handbook, table 1.3.6.7.2).
@@ -29,39 +31,62 @@ class Timing:
         return sum(self.block_steps)
 
 
+Block = tuple[float, list[float]]
+"""Of some steps on this rank: seconds of all, and of each."""
+
+
+def whole_steps(step: Callable[[], None], clock: Clock) -> Callable[[int], Block]:
+    """Runs so many optimizer steps as they are. A block is timed from an empty queue of the device to an empty one."""
+
+    def run(count: int) -> Block:
+        clock.synchronize()
+        started = time.perf_counter()
+        marks = [clock.mark()]
+        for _ in range(count):
+            step()
+            marks.append(clock.mark())
+        clock.synchronize()
+        block_s = time.perf_counter() - started
+        return block_s, [clock.seconds(start, end) for start, end in itertools.pairwise(marks)]
+
+    return run
+
+
 def run_blocks(
-    step: Callable[[], None],
-    synchronize: Callable[[], None],
-    slowest: Callable[[float], float],
+    run: Callable[[int], Block],
+    slowest: Callable[[list[float]], list[float]],
     measure: Measure,
     expected_step_s: float,
     min_steps: int,
+    budget_s: float = math.inf,
 ) -> Timing:
-    """Times blocks of whole steps until the mean block time is known within `measure.rel_ci`, or `max_steps`.
+    """Times blocks of steps until the mean block time is known within `measure.rel_ci`, or `max_steps`.
 
-    Nothing but the step runs inside a block: ranks meet, and decide together, only at its end.
+    Nothing but the steps runs inside a block: ranks meet, and decide together, only at its end.
 
     Args:
-        synchronize: waits for the device's queue (nothing on CPU).
-        slowest: maximum over ranks of a number of seconds; a collective.
-        expected_step_s: the same on all ranks; sizes the blocks.
+        run: runs a block of so many steps (`whole_steps`).
+        slowest: maxima over ranks of some numbers of seconds; a collective.
+        expected_step_s: what `run` takes for one; the same on all ranks; sizes the blocks.
+        min_steps: more than `measure.min_steps` where a loader's queue must not carry the blocks.
+        budget_s: the blocks end in this time, the same on all ranks; only `measure.min_steps` come before it.
     """
     limit = max(measure.max_steps, min_steps)
     # Four blocks at least: an interval needs a few.
     steps_per_block = max(1, min(round(measure.block_s / max(expected_step_s, 1e-9)), limit // 4))
     timing = Timing()
-    slowest(0.0)  # start together
+    spent_s, longest_s = 0.0, expected_step_s
+    slowest([0.0])  # start together
     while timing.num_steps < limit:
         count = min(steps_per_block, limit - timing.num_steps)
-        synchronize()
-        started = last = time.perf_counter()
-        for _ in range(count):
-            step()
-            now = time.perf_counter()
-            timing.own_step_times_s.append(now - last)
-            last = now
-        synchronize()
-        timing.block_times_s.append(slowest(time.perf_counter() - started) / count)
+        if timing.num_steps >= measure.min_steps and spent_s + count * longest_s > budget_s:
+            break
+        started = time.perf_counter()
+        own_s, own_step_times_s = run(count)
+        block_s, took_s = slowest([own_s, time.perf_counter() - started])
+        spent_s, longest_s = spent_s + took_s, max(longest_s, took_s / count)
+        timing.own_step_times_s.extend(own_step_times_s)
+        timing.block_times_s.append(block_s / count)
         timing.block_steps.append(count)
         if timing.num_steps >= min_steps and relative_half_width(timing.block_times_s) <= measure.rel_ci:
             break

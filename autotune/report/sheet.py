@@ -52,6 +52,7 @@ def _figures(study: Study, row: dict[str, Any]) -> Table:
         "tokens/s per rank": f"{rate(tokens_per_s)}{interval}",
         "samples/s per rank": f"{tokens_per_s / seq_len:.4g}",
         "optimizer step": f"{row['step_time_s']:.4g} s, {row['num_steps']} timed, drift {percent(row['drift'])}",
+        "timing": f"{value(row['timing'])} steps{'' if row['loader_sustained'] else ', LOADER NOT SUSTAINED'}",
         "waiting for data": f"{row['data_wait_s']:.3g} s of the timed steps, worst rank",
         "model TFLOP/s per rank": "-" if tflops is None else f"{tflops:.4g}",
         mfu_label(row["peak_source"]): f"{percent(row['mfu'])} (half the attention: {percent(row['mfu_causal'])})",

@@ -19,8 +19,11 @@ from autotune.report.text import (
     mfu_label,
     percent,
     rate,
+    timing,
+    timing_lines,
     value,
 )
+from trials.record import COMPOSED
 
 ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") + 1])
 
@@ -48,7 +51,7 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     console.print(table)
     shown = {"baseline": baseline} | ({"best": evidence} if evidence["trial"] != baseline["trial"] else {})
     for name, figures in shown.items():
-        for line in bottleneck_lines(name, figures):
+        for line in [*timing_lines(name, figures), *bottleneck_lines(name, figures)]:
             console.print(Text(line), soft_wrap=True)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
     advice = loader_advice(best)
@@ -92,10 +95,12 @@ def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
             "live": lambda row: gib(row["allocated_gib"]),
             "reserved": lambda row: gib(row["reserved_gib"]),
         }
+    if any(row.get("timing") == COMPOSED for row in rows):
+        columns["timing"] = timing
     columns["differs from baseline"] = lambda row: differences(row["knobs"], baseline)
     table = Table(box=None, padding=(0, 1), header_style="bold")
     for name in columns:
-        text = name in ("stage", "outcome", "differs from baseline")
+        text = name in ("stage", "outcome", "timing", "differs from baseline")
         table.add_column(name, justify="left" if text else "right", no_wrap=name in ("stage", "outcome"))
     for row in rows:
         table.add_row(*(Text(cell(row)) for cell in columns.values()))

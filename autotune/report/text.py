@@ -8,6 +8,7 @@ from typing import Any
 from autotune.errors import printable
 from trials.breakdown import FRACTIONS
 from trials.formats import LOADER_NOT_MEASURED
+from trials.record import COMPOSED
 
 SHORT_NAMES = {
     "micro_batch_size": "micro",
@@ -94,6 +95,31 @@ def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
             + (f"; try {to_try}" if to_try else "")
         )
     return [printable(line) for line in lines]
+
+
+def timing(row: dict[str, Any]) -> str:
+    """How the steps of a row of the history were timed, and how far off they were when they were put together."""
+    kind = value(row.get("timing"))
+    difference = row.get("composed_difference")
+    return kind if difference is None else f"{kind} (composed {100 * difference:+.1f} %)"
+
+
+def timing_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    """What to know of how the throughput of a config in best.yaml was measured; nothing if it is as it should be."""
+    lines = []
+    difference = figures.get("composed_difference")
+    if isinstance(difference, float):
+        lines.append(
+            f"The search put a step of {name} together from the parts of a short one: {100 * difference:+.1f} % of the "
+            "time that its whole steps take in the rounds"
+        )
+    elif figures.get("timing") == COMPOSED:
+        lines.append(f"A step of {name} was not run whole, but put together from the parts of a short one")
+    if figures.get("loader_sustained") is False:
+        lines.append(
+            f"The loader's queue of {name} could not be emptied in its trial's time: the rate may not be sustained"
+        )
+    return lines
 
 
 def percent(fraction: float | None) -> str:

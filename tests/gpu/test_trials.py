@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,7 +106,21 @@ def test_blocks_by_the_wall_clock_agree_with_the_phase_around_them_and_with_step
     (report,) = gang_of("fsdp2", "none").reports
     timed_s = sum(t * n for t, n in zip(report.block_times_s, report.block_steps, strict=True))
     assert 0 < timed_s <= report.phase_s["timed"]
-    assert sum(report.own_step_times_s) <= timed_s * 1.001, "a step's own time is the time to queue it"
+    assert sum(report.own_step_times_s) <= timed_s * 1.001, "the steps of a block, one after the other in its stream"
+
+
+def test_a_composed_step_is_made_of_parts_by_events_in_the_stream(run_gpu, texts):
+    """Its ratio to whole steps is printed, not judged."""
+    spec = gpu_spec(texts, grad_accum_steps=12, sync_each_micro_batch=False, num_workers=1, prefetch_factor=4)
+    whole, short = (run_gpu(replace(spec, composed=composed)) for composed in (False, True))
+    assert (whole.outcome, short.outcome) == (Outcome.OK, Outcome.OK), f"{whole}\n{short}"
+    report = short.reports[0]
+    assert report.timing == "composed"
+    assert all(report.step_parts_s[name] > 0 for name in ("first", "middle", "last", "optimizer"))
+    assert report.step_parts_s["data"] >= 0
+    assert report.allocated_bytes == pytest.approx(whole.reports[0].allocated_bytes, rel=0.01)
+    composed_s, whole_s = (mean_step_s(r.block_times_s, r.block_steps) for r in (report, whole.reports[0]))
+    print(f"composed {composed_s:.4g} s, whole {whole_s:.4g} s: {composed_s / whole_s:.3f}; {report.step_parts_s}")
 
 
 def test_a_decoder_of_1b_shape_has_an_mfu(run_gpu, texts):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from trials import attention, data, entry, wrap
@@ -21,6 +22,9 @@ from trials.data import loader
 from trials.engines import base, ddp, fsdp1, fsdp2
 from trials.models import DecoderWorkload
 from trials.step import Stepper
+
+FULL_QUEUE_BATCH_S = 0.1
+"""For one batch of a slow loader: more than a micro-step of the tiny model takes."""
 
 
 def decoder(knob: str, only_rank: int | None = None, **model: Any) -> DecoderWorkload:
@@ -167,6 +171,54 @@ def _slow_collate(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples)
 
 
+def _collate_slowly(samples: list[Tensor]) -> Tensor:
+    time.sleep(FULL_QUEUE_BATCH_S)
+    return torch.stack(samples)
+
+
+def _slow_loader_behind_a_full_queue() -> None:
+    """The loader gets the time to fill its queue just before that is drained."""
+    _change_loader(collate_fn=_collate_slowly)
+    drain, filled = Stepper.drain, []
+
+    def fill_and_drain(self: Stepper, num_batches: int, *rest: Any) -> bool:
+        if not filled:
+            filled.append(time.sleep(1.5 * num_batches * FULL_QUEUE_BATCH_S))
+        return drain(self, num_batches, *rest)
+
+    Stepper.drain = fill_and_drain
+
+
+class _NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a value inside a micro-step"
+        return func(*args, **(kwargs or {}))
+
+
+def _host_reads_are_refused() -> None:
+    """In micro-steps; the update of a CPU optimizer reads its own counter, which lives on the host everywhere."""
+    micro_step = fsdp2.Fsdp2.micro_step
+
+    @contextmanager
+    def watched(self: fsdp2.Fsdp2, **kwargs: bool) -> Iterator[None]:
+        with micro_step(self, **kwargs), _NoHostReads():
+            yield
+
+    fsdp2.Fsdp2.micro_step = watched
+
+
+def _a_host_read_is_made() -> None:
+    _host_reads_are_refused()
+    loss = DecoderWorkload.loss
+
+    def read(self: DecoderWorkload, model: nn.Module, tokens: Tensor) -> Tensor:
+        found = loss(self, model, tokens)
+        found.item()
+        return found
+
+    DecoderWorkload.loss = read
+
+
 def _slow_compute() -> None:
     loss = DecoderWorkload.loss
     weights = torch.ones(1024, 1024)
@@ -198,6 +250,10 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "num_workers": lambda: _change_loader(num_workers=1),
     "prefetch_factor": lambda: _change_loader(prefetch_factor=3),
     "slow_loader": lambda: _change_loader(collate_fn=_slow_collate),
+    "slow_loader_of_one_process": lambda: _change_loader(collate_fn=_collate_slowly),
+    "full_queue": _slow_loader_behind_a_full_queue,
+    "host_reads_refused": _host_reads_are_refused,
+    "host_read": _a_host_read_is_made,
     "slow_compute": _slow_compute,
     "engine": _no_fsdp,
     "fsdp1_sharding": lambda: _change_fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),

@@ -151,6 +151,33 @@ def test_without_a_breakdown_the_loader_and_the_memory_are_still_known():
     assert diagnose({"outcome": "oom_device", "alloc_retries": 1}, LIMITS) == []
 
 
+def test_figures_that_are_not_to_be_trusted_are_named_first():
+    steady = both(data_wait=20) | {"loader_sustained": True, "drift": 0.09}
+    assert [finding.name for finding in diagnose(steady, LIMITS)] == ["data-bound"]
+    doubtful = both(data_wait=20) | {"loader_sustained": False, "drift": -0.2}
+    found = diagnose(doubtful, LIMITS)
+    assert [finding.name for finding in found] == ["queue-not-drained", "drifting", "data-bound"]
+    assert "-20 % of" not in found[0].evidence
+    assert "took -20 %" in found[1].evidence
+
+
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        ({"composed_difference": 0.0123}, "together from the parts of a short one: +1.2 % of the time"),
+        ({"timing": "composed"}, "was not run whole"),
+        ({"loader_sustained": False}, "the rate may not be sustained"),
+    ],
+)
+def test_the_result_says_how_it_was_timed_if_not_as_it_should_be(capsys, figures, line):
+    content = json.loads(json.dumps(best()))
+    print_best(Console(width=200, highlight=False), content)
+    assert line not in capsys.readouterr().out
+    content["evidence"] |= {"trial": 7} | figures
+    print_best(Console(width=200, highlight=False), content)
+    assert line in capsys.readouterr().out
+
+
 def test_a_gang_of_which_one_rank_could_not_be_profiled_has_no_breakdown():
     reports = {0: RankReport(0, breakdown=rank().to_dict()), 1: RankReport(1)}
     assert gang_breakdown(reports) == {}

@@ -66,6 +66,7 @@ def test_all_problems_are_told_at_once_with_key_value_and_hint(tmp_path: Path) -
         ("cluster.address=ray://head:10001", "address = 'ray://head:10001': expected local, auto or HOST:PORT"),
         ("cluster.address=head", "expected local, auto or HOST:PORT"),
         ("cluster.ranks_per_node=two", "cluster.ranks_per_node = 'two'"),
+        ("measure.compose_above=3", "compose_above = 3: a short step has 4 micro-steps itself"),
         ("measure.min_steps=99", "min_steps = 99 is more than max_steps = 8"),
         ("training.reduce_dtype=bf16", "needs training.precision = bf16"),
     ],

@@ -78,6 +78,8 @@ def test_what_was_finished_and_what_was_begun_is_taken_up(measurer: Measurer) ->
         {"reserved_gib": None},
         {"reserved_gib": -1.0},
         {"allocated_gib": math.inf},
+        {"timing": "guessed"},
+        {"step_time_s": math.nan},
         {"hardware_flops_per_token": math.nan},
         {"hosts": None},
         {"hosts": [None]},
@@ -96,6 +98,17 @@ def test_a_row_that_no_run_wrote_is_a_skipped_line(measurer: Measurer, changes: 
     assert len(skipped) == 1
     assert skipped[0].startswith("trial ")
     assert measurer.begun("explore") == [make_space().baseline]
+
+
+def test_only_long_accumulation_in_the_search_is_composed(measurer: Measurer) -> None:
+    job = make_job(batch={"global_batch_size": 32, "target_world_size": 2})
+
+    def composed(stage: str, grad_accum_steps: int) -> bool:
+        return make_spec(job, RUNNER, replace(ALSO, grad_accum_steps=grad_accum_steps), stage, 0).composed
+
+    assert composed("explore", 16)
+    assert not composed("explore", job.measure.compose_above)
+    assert not any(composed(stage, 16) for stage in ("baseline", "finalist", "round", "measure"))
 
 
 def changed(**changes: Any) -> Callable[[str], str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.cluster.gang import GangResult
 from autotune.hardware import Peak
-from autotune.rows import Limits, ModelFacts, Study, history_row
+from autotune.rows import Limits, ModelFacts, Study, composed_beside, history_row
 from tests.unit.conftest import make_job, make_space
 from trials.outcome import Outcome
 from trials.record import Knobs, Measure, RankReport, TrialSpec
@@ -85,6 +85,54 @@ def test_flops_that_are_not_known_leave_tokens_per_s_alone(times_s: list[float],
     row = row_of(times_s, None, peak, None)
     assert row["mfu"] is row["mfu_causal"] is row["hfu"] is row["model_tflops_per_s_per_rank"] is None
     assert row["tokens_per_s_per_rank"] > 0
+
+
+def timed(own_s: list[list[float]], **report: Any) -> dict[str, Any]:
+    """A row of two ranks whose own steps took so long."""
+    job, knobs = make_job(), BASELINE
+    spec = TrialSpec(0, "finalist", "decoder", {}, 256, {"source": "t"}, 16, "fp32", {}, 2, "cpu", 0, Measure(), knobs)
+    slowest_s = [max(both) for both in zip(*own_s, strict=True)]
+    reports = {
+        rank: RankReport(
+            rank=rank,
+            outcome="ok",
+            micro_batch_tokens=256,
+            num_steps=len(own),
+            block_times_s=slowest_s,
+            block_steps=[1] * len(own),
+            own_step_times_s=own,
+            **{name: values[rank] for name, values in report.items()},
+        )
+        for rank, own in enumerate(own_s)
+    }
+    study = Study("s", job, ModelFacts(1, 1, 1.0, 1.0, "c"), Peak(None, "fp32", "n"), Limits("cpu", None, 0.05), "h", 2)
+    return history_row(spec, GangResult(Outcome.OK, "", None, reports, ["a"] * 2, 0.0, 1.0), study, "logs")
+
+
+def test_all_samples_are_kept_and_blocks_are_the_slowest_ranks() -> None:
+    row = timed([[1.0, 2.0, 1.0], [1.5, 1.5, 1.5]])
+    assert row["rank_step_times_s"] == [[1.0, 2.0, 1.0], [1.5, 1.5, 1.5]]
+    assert row["block_times_s"] == [1.5, 2.0, 1.5]
+    assert (row["timing"], row["step_parts_s"], row["loader_sustained"]) == ("whole", None, True)
+
+
+def test_parts_are_those_of_the_slowest_rank_and_one_rank_that_was_not_sustained_is_enough() -> None:
+    parts = [{"first": 1.0}, {"first": 1.5}]
+    row = timed([[1.0], [1.5]], timing=["composed"] * 2, step_parts_s=parts, loader_sustained=[True, False])
+    assert row["timing"] == "composed"
+    assert row["step_parts_s"] == {"first": 1.5}
+    assert row["loader_sustained"] is False
+
+
+def test_whole_steps_stand_beside_what_was_composed_before() -> None:
+    whole = timed([[2.0], [2.0]])
+    assert composed_beside(whole, 2.1) == {
+        "composed_step_time_s": 2.1,
+        "composed_difference": pytest.approx(0.05),
+    }
+    assert composed_beside(whole, None) == {}
+    assert composed_beside(whole | {"timing": "composed"}, 2.1) == {}
+    assert composed_beside({"outcome": "oom_device"}, 2.1) == {}
 
 
 @given(TIMES_S, FLOPS)
