@@ -180,7 +180,8 @@ def _optimizer(parts: dict[str, float]) -> Iterator[Finding]:
 def _compute(parts: dict[str, float], row: dict[str, Any]) -> Iterator[Finding]:
     compute, share = parts["compute"], row.get("non_matmul_share")
     flops, hardware = row.get("flops_per_token"), row.get("hardware_flops_per_token")
-    again = compute * (1 - flops / hardware) if flops and hardware else 0.0
+    of_attention = row.get("attention_recompute_flops_per_token") or 0.0
+    again = compute * (1 - (flops + of_attention) / hardware) if flops and hardware else 0.0
     if again > RECOMPUTE:
         evidence = f"activation checkpointing computes again what takes about {_percent(again)} of the step"
         yield Finding("recompute-bound", evidence, upper_bound(again), ("less activation_checkpointing",))

@@ -113,7 +113,7 @@ class Measurer:
     _again: list[tuple[TrialSpec, int]] = field(default_factory=list)
     """Attempts to be made once a slot is free, with the last that the trial may have."""
     _hardware_flops: dict[str, float] = field(default_factory=dict)
-    """By checkpointing mode."""
+    """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     _reference_losses: list[float] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
@@ -322,7 +322,8 @@ class Measurer:
             self._reference_losses = list(attempt.row.get("losses") or [])
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
         if hardware is not None:
-            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
+            of_the_kernel = attempt.row.get("attention_recompute_flops_per_token") or 0.0
+            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware - of_the_kernel
         if allocated is not None:
             self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
 

@@ -250,7 +250,8 @@ class TrialSpec:
     import_paths: tuple[str, ...] = ()
     """Folders where `package.module:factory` is looked for, after everything else."""
     hardware_flops_per_token: float | None = None
-    """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
+    """Already counted for this model and checkpointing mode; None asks rank 0 to count. What the attention kernel adds
+    the survey has counted."""
     tracked_bytes: int | None = None
     """Already tracked for this config (MemTracker's peak repeats exactly); None asks each CPU rank to track."""
     profile: str = ""
@@ -324,6 +325,7 @@ class RankReport:
     warnings: list[str] = field(default_factory=list)
     """What could not be found out beside the measurement, for people."""
     hardware_flops_per_token: float | None = None
+    """By checkpointing mode; without what a fused attention kernel computes again in its backward."""
     breakdown: dict[str, Any] | None = None
     """Of the profiled step: the fields of `trials.breakdown.Breakdown`."""
     host: str = ""

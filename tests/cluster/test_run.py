@@ -119,10 +119,12 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
         peak = row["peak_tflops_per_s"] * 1e12
         assert row["mfu"] == pytest.approx(row["tokens_per_s_per_rank"] * row["flops_per_token"] / peak)
         assert row["hfu"] == pytest.approx(row["mfu"] * row["hardware_flops_per_token"] / row["flops_per_token"])
+        assert row["attention_backend"] == "flash"
+        executed = row["flops_per_token"] + row["attention_recompute_flops_per_token"]
         if knobs["activation_checkpointing"] == "none":
-            assert row["hfu"] == pytest.approx(row["mfu"])
+            assert row["hardware_flops_per_token"] == pytest.approx(executed)
         else:
-            assert row["hfu"] > row["mfu"]
+            assert row["hardware_flops_per_token"] > executed
         assert len(row["rank_step_times_s"]) == 2
         assert row["mfu_causal"] < row["mfu"]
 

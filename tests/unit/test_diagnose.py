@@ -68,6 +68,11 @@ def both(**parts: Any) -> dict[str, Any]:
         (both(non_matmul=0.5), ["memory-bandwidth-bound"], 1.0),
         (both(non_matmul=None), ["compute-bound"], 0.0),
         (row(rank(), rank(), hardware_flops_per_token=8e9), ["recompute-bound"], 1 / 3),
+        (
+            row(rank(), rank(), hardware_flops_per_token=8e9, attention_recompute_flops_per_token=2e9),
+            ["compute-bound"],  # by the attention kernel, which no checkpointing changes
+            0.0,
+        ),
         (both(idle=14, exposed_comm=9, optimizer=9), ["mixed"], 23 / 77),
     ],
 )
