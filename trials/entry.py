@@ -143,11 +143,17 @@ class Rank:
             report.alloc_retries = retries - retries_before
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
-        if spec.profile:
+        if spec.profile and self._is_fast_enough(measured, knobs):
             self.enter("profile")
             self._profile(stepper, queued)
         self.enter("flops")
         self._count_flops(workload, knobs)
+
+    def _is_fast_enough(self, measured: timing.Timing, knobs: Knobs) -> bool:
+        """The same on every rank, since a block's time is the slowest rank's: to profile is collective."""
+        step_s = timing.mean_step_s(measured.block_times_s, measured.block_steps)
+        rate = self.report.micro_batch_tokens * knobs.grad_accum_steps / step_s
+        return self.spec.profile_above is None or rate > self.spec.profile_above
 
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""

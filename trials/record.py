@@ -257,6 +257,8 @@ class TrialSpec:
     profile: str = ""
     """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
     too, as trace-rank-N.json.gz in the trial's folder)."""
+    profile_above: float | None = None
+    """Tokens/s per rank: the profile is for a config that was measured faster. None: for any."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -275,7 +277,7 @@ class TrialSpec:
         values = dataclasses.asdict(self)
         for label in ("trial", "stage", "round", "attempt", "import_paths"):
             del values[label]
-        for beside_the_measurement in ("hardware_flops_per_token", "tracked_bytes", "profile"):
+        for beside_the_measurement in ("hardware_flops_per_token", "tracked_bytes", "profile", "profile_above"):
             del values[beside_the_measurement]
         return digest(values)
 

@@ -129,14 +129,19 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
         assert row["mfu_causal"] < row["mfu"]
 
 
-def test_baseline_and_finalists_say_where_their_step_goes(finished: Path) -> None:
+def test_baseline_each_new_best_and_finalists_say_where_their_step_goes(finished: Path) -> None:
+    to_beat, num_bests = 0.0, 0
     for row in rows(finished):
         fractions = [row[name] for name in row if name.startswith("frac_")]
-        if row["stage"] in ("baseline", "finalist"):
+        is_best = row["stage"] in ("baseline", "explore") and row["tokens_per_s_per_rank"] > to_beat
+        if is_best:
+            to_beat, num_bests = row["tokens_per_s_per_rank"], num_bests + 1
+        if is_best or row["stage"] == "finalist":
             assert sum(fractions) == pytest.approx(1)
             assert len(row["rank_breakdowns"]) == row["world_size"]
         else:
             assert fractions == [None] * 6
+    assert (finished / "stdout.txt").read_text().count("  what bounds the best so far: ") == num_bests >= 1
     best = yaml.safe_load((finished / "run" / "best.yaml").read_text())
     for part in (best["baseline"], best["evidence"]):
         assert part["bottlenecks"]
