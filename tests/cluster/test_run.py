@@ -117,6 +117,10 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
         tokens = knobs["micro_batch_size"] * knobs["grad_accum_steps"] * 32
         assert row["tokens_per_s_per_rank"] * row["step_time_s"] == pytest.approx(tokens)
         peak = row["peak_tflops_per_s"] * 1e12
+        flops_per_s = row["tokens_per_s_per_rank"] * row["flops_per_token"]
+        assert row["model_tflops_per_s_per_rank"] * 1e12 == pytest.approx(flops_per_s)
+        assert min(row["block_times_s"]) <= row["step_time_s"] * (1 + 1e-9)
+        assert row["step_time_s"] <= max(row["block_times_s"]) * (1 + 1e-9)
         assert row["mfu"] == pytest.approx(row["tokens_per_s_per_rank"] * row["flops_per_token"] / peak)
         assert row["hfu"] == pytest.approx(row["mfu"] * row["hardware_flops_per_token"] / row["flops_per_token"])
         assert row["attention_backend"] == "flash"

@@ -130,6 +130,16 @@ def test_allocator_retries_come_first():
     assert "3 times" in found[0].evidence
 
 
+def test_scores_that_are_written_out_come_before_all_else():
+    known = row(rank(data_wait=20), rank(data_wait=20), attention_backend="math", alloc_retries=3)
+    assert [f.name for f in diagnose(known, LIMITS)] == ["unfused-attention", "allocator-retries", "data-bound"]
+    assert "unfused" not in str(diagnose(known | {"attention_backend": "flash"}, LIMITS))
+    asked = KNOBS | {"attention_backend": "math"}
+    assert "unfused" not in str(diagnose(known | {"knobs": asked}, LIMITS))
+    unprofiled = {name: value for name, value in known.items() if name != "rank_breakdowns"}
+    assert diagnose(unprofiled, LIMITS)[0].name == "unfused-attention"
+
+
 def test_only_knobs_that_can_still_be_turned_are_named():
     def to_try(**knobs):
         return diagnose(both(exposed_comm=50) | {"knobs": KNOBS | knobs}, LIMITS)[0].to_try
