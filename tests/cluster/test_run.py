@@ -133,6 +133,16 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
         assert row["mfu_causal"] < row["mfu"]
 
 
+def test_what_runs_is_counted_once_for_each_checkpointing_and_attention_kernel(finished: Path) -> None:
+    counted: dict[str, float] = {}
+    for row in rows(finished):
+        given = json.loads((finished / "run" / row["log_path"] / "spec.json").read_text())["hardware_flops_per_token"]
+        mode = row["knobs"]["activation_checkpointing"]
+        assert given == counted.get(mode), "the first trial of a mode is given none, and counts"
+        counted[mode] = row["hardware_flops_per_token"] - row["attention_recompute_flops_per_token"]
+    assert len(counted) == 2
+
+
 def test_baseline_each_new_best_and_finalists_say_where_their_step_goes(finished: Path) -> None:
     to_beat, num_bests = 0.0, 0
     for row in rows(finished):
