@@ -50,15 +50,16 @@ def upper_bound(fraction: float) -> float:
 
 
 def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
-    """What bounds the attempt of `row`: trouble with memory, doubts of the figures, then the largest gain.
+    """What bounds the attempt of `row`: scores that are written out first, since they cost time and memory whatever the
+    knobs; then trouble with memory; then doubts of the figures; then the largest possible gain first.
 
     Without a breakdown only memory and the loader are known; of an attempt that did not measure, nothing.
     """
     if row.get("outcome") != "ok":
         return []
-    memory = [*_memory(row, limits), *_doubts(row)]
+    first = [*_scores(row), *_memory(row, limits), *_doubts(row)]
     if not row.get("rank_breakdowns"):
-        return memory + list(_loader_timer(row))
+        return first + list(_loader_timer(row))
     ranks = [Breakdown(**rank) for rank in row["rank_breakdowns"]]
     parts = {name: row[f"frac_{name}"] for name in FRACTIONS}
     found = [
@@ -71,7 +72,18 @@ def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
         *_compute(parts, row),
     ]
     found.sort(key=lambda finding: finding.upper_bound or 0.0, reverse=True)
-    return memory + (found or [_nothing_over_a_threshold(parts)])
+    return first + (found or [_nothing_over_a_threshold(parts)])
+
+
+def _scores(row: dict[str, Any]) -> Iterator[Finding]:
+    """Of the model itself: a knob that asks for the math kernel is a choice, and needs no finding."""
+    if row.get("attention_backend") == "math" and row["knobs"]["attention_backend"] == "auto":
+        yield Finding(
+            "unfused-attention",
+            "attention writes out its scores, sequence length x sequence length for each head",
+            None,
+            ("torch's scaled_dot_product_attention, in a form that its fused kernels take, before any knob",),
+        )
 
 
 def _memory(row: dict[str, Any], limits: Limits) -> Iterator[Finding]:
@@ -201,7 +213,8 @@ def _optimizer(parts: dict[str, float]) -> Iterator[Finding]:
 def _compute(parts: dict[str, float], row: dict[str, Any]) -> Iterator[Finding]:
     compute, share = parts["compute"], row.get("non_matmul_share")
     flops, hardware = row.get("flops_per_token"), row.get("hardware_flops_per_token")
-    again = compute * (1 - flops / hardware) if flops and hardware else 0.0
+    of_attention = row.get("attention_recompute_flops_per_token") or 0.0
+    again = compute * (1 - (flops + of_attention) / hardware) if flops and hardware else 0.0
     if again > RECOMPUTE:
         evidence = f"activation checkpointing computes again what takes about {_percent(again)} of the step"
         yield Finding("recompute-bound", evidence, upper_bound(again), ("less activation_checkpointing",))

@@ -91,7 +91,8 @@ SCHEMA = pa.schema(
         ("hfu", pa.float64()),
         ("model_tflops_per_s_per_rank", pa.float64()),
         ("flops_per_token", pa.float64()),
-        ("hardware_flops_per_token", pa.float64()),
+        ("hardware_flops_per_token", pa.float64()),  # executed: with checkpointing and by the attention kernel
+        ("attention_recompute_flops_per_token", pa.float64()),  # of these, by a fused kernel's backward
         ("flops_convention", pa.string()),
         ("peak_tflops_per_s", pa.float64()),
         ("peak_dtype", pa.string()),

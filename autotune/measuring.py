@@ -28,8 +28,9 @@ SIDE_BY_SIDE = "explore"
 """The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
 BY_HAND = "measure"
 """The stage of `autotune measure`."""
-PROFILED_STAGES = frozenset({"baseline", "finalist", BY_HAND})
-"""Few trials, and whose bottleneck people ask for. The rounds that decide stay free of it."""
+PROFILED_STAGES = frozenset({"baseline", SIDE_BY_SIDE, "finalist", BY_HAND})
+"""Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
+stay free of it."""
 
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
@@ -106,6 +107,8 @@ class Measurer:
     mean_trial_s: float | None = None
     turns_left: float = 0.0
     """Trials still to come; of those that run side by side, each counts as its share of one."""
+    rate_to_beat: float | None = None
+    """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""
     keep_traces: bool = False
     """Of the profiled step, for Perfetto, in each trial's folder."""
     _finished: dict[Key, Attempt] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class Measurer:
     _again: list[tuple[TrialSpec, int]] = field(default_factory=list)
     """Attempts to be made once a slot is free, with the last that the trial may have."""
     _hardware_flops: dict[str, float] = field(default_factory=dict)
-    """By checkpointing mode."""
+    """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
@@ -253,6 +256,7 @@ class Measurer:
             spec,
             hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing),
             tracked_bytes=self._tracked_bytes.get(knobs),
+            profile_above=self.rate_to_beat if spec.stage == SIDE_BY_SIDE else None,
         )
         folder = self.out / "logs" / f"trial-{spec.trial:04d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -331,7 +335,8 @@ class Measurer:
         if attempt.is_composed and attempt.outcome is Outcome.OK:
             self._composed_step_s[attempt.knobs] = attempt.row["step_time_s"]
         if hardware is not None:
-            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware
+            of_the_kernel = attempt.row.get("attention_recompute_flops_per_token") or 0.0
+            self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware - of_the_kernel
         if allocated is not None:
             self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
 

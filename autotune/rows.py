@@ -13,13 +13,15 @@ from autotune.hardware import Peak
 from autotune.job import Job
 from autotune.search.study import Told
 from trials.breakdown import Breakdown, pacing_rank
-from trials.conventions import tflops_per_s, utilisation
+from trials.conventions import keeps_no_scores, tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
 from trials.record import COMPOSED, SYNTHETIC, WHOLE, Knobs, RankReport, TrialSpec, digest
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
 STAGES = frozenset({"baseline", "explore", "finalist", "round", "measure"})
+EXECUTED = ("hardware_flops_per_token", "attention_recompute_flops_per_token")
+"""What runs per token, and what of it is attention's backward computing its scores again."""
 MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3
 """More than any study has: numbers beyond were not written by us."""
 
@@ -33,6 +35,8 @@ class ModelFacts:
     flops_per_token: float | None
     flops_per_token_causal: float | None
     flops_convention: str
+    attention_recompute_flops_per_token: float = 0.0
+    """Where a fused kernel runs it."""
     is_random: bool = False
     """Dropout: two runs of one config give two losses."""
 
@@ -121,15 +125,7 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         raise ValueError(f"hosts {row['hosts']}")
     if row.get("timing") not in (None, WHOLE, COMPOSED):
         raise ValueError(f"timing {row['timing']!r}")
-    for name in (
-        "allocated_gib",
-        "reserved_gib",
-        "hardware_flops_per_token",
-        "mfu",
-        "mfu_causal",
-        "hfu",
-        "step_time_s",
-    ):
+    for name in ("allocated_gib", "reserved_gib", *EXECUTED, "mfu", "mfu_causal", "hfu", "step_time_s"):
         if row.get(name) is not None and not _is_figure(row[name]):
             raise ValueError(f"{name} {row[name]}")
     if not all(isinstance(loss, float) and math.isfinite(loss) for loss in row.get("losses") or []):
@@ -254,7 +250,10 @@ def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak
     step_s = mean_step_s(first.block_times_s, first.block_steps)
     half_s = _half_width_s(first.block_times_s)
     rate = tokens_per_step / step_s
-    hardware = first.hardware_flops_per_token
+    fused = keeps_no_scores(first.attention_backend or knobs.attention_backend)
+    again = model.attention_recompute_flops_per_token if fused else 0.0
+    counted = first.hardware_flops_per_token
+    hardware = None if counted is None else counted + again
     return {
         "tokens_per_s_per_rank": rate,
         "tokens_per_s_per_rank_low": tokens_per_step / (step_s + half_s) if half_s is not None else None,
@@ -270,6 +269,7 @@ def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak
         "data_wait_s": max(report.data_wait_s for report in reports.values()),
         "losses": first.losses,
         "hardware_flops_per_token": hardware,
+        "attention_recompute_flops_per_token": again,
         "model_tflops_per_s_per_rank": model.flops_per_token and tflops_per_s(rate, model.flops_per_token),
         "mfu": _utilisation(rate, model.flops_per_token, peak),
         "mfu_causal": _utilisation(rate, model.flops_per_token_causal, peak),

@@ -12,10 +12,11 @@ from typing import Any
 
 from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
+from autotune.diagnose import diagnose
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
-from autotune.report.text import gib
+from autotune.report.text import finding_line, gib
 from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
@@ -294,10 +295,14 @@ class Run:
             self._attempts.append(attempt)
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
+                self.measurer.rate_to_beat = _rate(attempt)
                 self._write_best(attempt, self._attempts[0], complete=False)
         elif attempt.outcome is not Outcome.OK:
             self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)
+        if attempt is self._best:
+            for finding in diagnose(attempt.row, self.study.limits)[:1]:
+                self.listener.message(f"  what bounds the best so far: {finding_line(finding.to_dict())}")
 
     def _write_best(
         self,

@@ -56,6 +56,16 @@ def flops_per_token(
     return chosen.per_weight * num_params + chosen.per_score * num_layers * d_attn * seq_len
 
 
+def keeps_no_scores(attention_backend: str) -> bool:
+    """Whether attention by this kernel computes its scores again in its backward.
+
+    Args:
+        attention_backend: the kernel that was seen, several joined by `+`; `auto` where none could be, as in compiled
+            blocks, which is torch's choice: fused wherever it can.
+    """
+    return set(attention_backend.split("+")) <= {"flash", "efficient", "cudnn", "auto"}
+
+
 def tflops_per_s(tokens_per_s: float, flops_each_token: float) -> float:
     return tokens_per_s * flops_each_token / 1e12
 

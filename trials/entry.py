@@ -187,7 +187,7 @@ class Rank:
             report.allocated_bytes, report.reserved_bytes, _ = memory.cuda_peaks()
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
-        if spec.profile and self._is_time_to_profile():
+        if spec.profile and self._is_fast_enough(knobs) and self._is_time_to_profile():
             self.enter("profile")
             self._profile(stepper, queued)
         self.enter("flops")
@@ -258,6 +258,13 @@ class Rank:
             "no breakdown of the step: too little of measure.trial_timeout_s was left to profile one"
         )
         return False
+
+    def _is_fast_enough(self, knobs: Knobs) -> bool:
+        """The same on every rank, since a block's time is the slowest rank's: to profile is collective."""
+        report = self.report
+        step_s = timing.mean_step_s(report.block_times_s, report.block_steps)
+        rate = report.micro_batch_tokens * knobs.grad_accum_steps / step_s
+        return self.spec.profile_above is None or rate > self.spec.profile_above
 
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token
@@ -36,6 +39,9 @@ class ModelFlops:
     per_token_causal: float | None
     """The same with half the attention; None when the attention is not known."""
     convention: str
+    attention_recompute: float = 0.0
+    """Per token, what attention computes again in its backward where a fused kernel runs it, which keeps no scores:
+    no useful work, and in no count above. 0 also where it could not be counted."""
 
 
 UNKNOWN = ModelFlops(None, None, "not known")
@@ -51,16 +57,17 @@ def model_flops(workload: Workload, model: nn.Module, seq_len: int) -> ModelFlop
     Raises:
         TrialError: outcome `invalid`; the loss is none.
     """
-    counted = _count_or_none(workload, seq_len)
+    found = _count_or_none(workload, seq_len)
+    counted, again = (found.executed, found.attention_recompute) if found else (None, 0.0)
     shapes, frozen = workload.attention_shapes(), _trains_partly(model)
     if counted is None and (shapes is None or frozen or not _is_dense(model, workload.blocks(model))):
         return UNKNOWN
     if shapes is None or frozen:
-        return ModelFlops(counted, None, COUNTED)
+        return ModelFlops(counted, None, COUNTED, again)
     full, causal = (_by_formula(model, shapes, seq_len, key) for key in ("6N+12Lds", "6N+6Lds"))
     if counted is not None and abs(full / counted - 1) > FORMULA_TOLERANCE:
-        return ModelFlops(counted, counted - (full - causal), COUNTED)
-    return ModelFlops(full, causal, PALM_MATMUL.name)
+        return ModelFlops(counted, counted - (full - causal), COUNTED, again)
+    return ModelFlops(full, causal, PALM_MATMUL.name, again)
 
 
 def _trains_partly(model: nn.Module) -> bool:
@@ -81,9 +88,9 @@ def _is_dense(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     )
 
 
-def _count_or_none(workload: Workload, seq_len: int) -> float | None:
+def _count_or_none(workload: Workload, seq_len: int) -> _Count | None:
     try:
-        return counted_flops_per_token(workload, seq_len, "none")
+        return _count(workload, seq_len, "none")
     except TrialError:
         raise
     except Exception:  # noqa: BLE001 (a user's loss may do what `meta` cannot: .item(), a custom kernel)
@@ -100,18 +107,53 @@ def counted_flops_per_token(workload: Workload, seq_len: int, activation_checkpo
     """FLOPs per token that a forward and a backward execute, counted on `meta` with the real checkpoint wrappers.
 
     On `meta` SDPA decomposes into bmm, so attention counts 12 there on every device, and HFU without checkpointing
-    equals MFU. Takes no memory and no accelerator. Weights that are frozen are counted as they run: without gradient.
+    equals MFU; what a fused kernel adds is `ModelFlops.attention_recompute`. Takes no memory and no accelerator.
+    Weights that are frozen are counted as they run: without gradient.
 
     Raises:
         TrialError: outcome `invalid`; the loss is none.
     """
+    return _count(workload, seq_len, activation_checkpointing).executed
+
+
+class _Count(NamedTuple):
+    """FLOPs per token."""
+
+    executed: float
+    """Where attention writes out its scores and keeps them."""
+    attention_recompute: float
+
+
+def _count(workload: Workload, seq_len: int, activation_checkpointing: str) -> _Count:
     with torch.device("meta"):
         model = workload.build_model()
         tokens = torch.zeros(1, seq_len + 1, dtype=torch.int64)
     apply_checkpointing(model, block_names(model, workload.blocks(model)), activation_checkpointing)
-    with FlopCounterMode(display=False, custom_mapping={aten._grouped_mm: _grouped_mm_flops}) as counter:
+    mapping: dict[Any, Any] = {aten._grouped_mm: _grouped_mm_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, _AttentionRecompute() as attention:
         checked_loss(workload.loss, model, tokens).backward()  # type: ignore[no-untyped-call]
-    return float(counter.get_total_flops()) / seq_len
+    return _Count(counter.get_total_flops() / seq_len, attention.flops / seq_len)
+
+
+class _AttentionRecompute(TorchFunctionMode):
+    """Adds up the matmul that a fused backward has more than one that finds its scores kept: queries by keys, of each
+    head, once more (5 matmuls against 4; FlashAttention, arXiv 2205.14135, and torch's `sdpa_backward_flop_count`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and out.requires_grad:
+            query, key = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(("query", "key")))
+            # By the gradient: a forward that is only run again by checkpointing gets none.
+            out.register_hook(functools.partial(self._add, 2 * query.numel() * key.shape[-2]))
+        return out
+
+    def _add(self, flops: int, _gradient: Tensor) -> None:
+        self.flops += flops
 
 
 def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *_args: Any, **_kwargs: Any) -> int:

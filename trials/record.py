@@ -262,7 +262,8 @@ class TrialSpec:
     import_paths: tuple[str, ...] = ()
     """Folders where `package.module:factory` is looked for, after everything else."""
     hardware_flops_per_token: float | None = None
-    """Already counted for this model and checkpointing mode; None asks rank 0 to count."""
+    """Already counted for this model and checkpointing mode; None asks rank 0 to count. What the attention kernel adds
+    the survey has counted."""
     tracked_bytes: int | None = None
     """Already tracked for this config (MemTracker's peak repeats exactly); None asks each CPU rank to track."""
     matmul_micro_batch_size: int | None = None
@@ -270,6 +271,8 @@ class TrialSpec:
     profile: str = ""
     """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
     too, as trace-rank-N.json.gz in the trial's folder)."""
+    profile_above: float | None = None
+    """Tokens/s per rank: the profile is for a config that was measured faster. None: for any."""
 
     @property
     def num_warmup_steps(self) -> int:
@@ -299,7 +302,13 @@ class TrialSpec:
         return digest(values)
 
 
-BESIDE_THE_MEASUREMENT = ("hardware_flops_per_token", "tracked_bytes", "matmul_micro_batch_size", "profile")
+BESIDE_THE_MEASUREMENT = (
+    "hardware_flops_per_token",
+    "tracked_bytes",
+    "matmul_micro_batch_size",
+    "profile",
+    "profile_above",
+)
 """Of a TrialSpec: what else is found out, which changes nothing in what is measured."""
 
 
@@ -355,6 +364,7 @@ class RankReport:
     warnings: list[str] = field(default_factory=list)
     """What could not be found out beside the measurement, for people."""
     hardware_flops_per_token: float | None = None
+    """By checkpointing mode; without what a fused attention kernel computes again in its backward."""
     breakdown: dict[str, Any] | None = None
     """Of the profiled step: the fields of `trials.breakdown.Breakdown`."""
     host: str = ""

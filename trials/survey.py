@@ -34,6 +34,7 @@ def survey_model(workload: Workload, seq_len: int, precision: str) -> dict[str, 
         "flops_per_token": flops.per_token,
         "flops_per_token_causal": flops.per_token_causal,
         "flops_convention": flops.convention,
+        "attention_recompute_flops_per_token": flops.attention_recompute,
         "is_random": has_dropout(model),
     }
 

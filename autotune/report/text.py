@@ -87,13 +87,7 @@ def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
         shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]
         parts = [f"{part} {percent(share)}" for part, share in shares if share is not None and share >= LEAST_SHOWN]
         lines.append(f"A step of {name}: {', '.join(parts)}")
-    for finding in figures.get("bottlenecks") or []:
-        bound, to_try = finding.get("upper_bound"), ", ".join(finding.get("to_try") or [])
-        lines.append(
-            f"  {finding['name']}: {finding['evidence']}"
-            + (f"; gain at most {100 * bound:+.0f} %" if bound is not None else "")
-            + (f"; try {to_try}" if to_try else "")
-        )
+    lines.extend(f"  {finding_line(finding)}" for finding in figures.get("bottlenecks") or [])
     return [printable(line) for line in lines]
 
 
@@ -120,6 +114,16 @@ def timing_lines(name: str, figures: dict[str, Any]) -> list[str]:
             f"The loader's queue of {name} could not be emptied in its trial's time: the rate may not be sustained"
         )
     return lines
+
+
+def finding_line(finding: dict[str, Any]) -> str:
+    """One thing that bounds a step: its name and numbers, the most there is to gain, and what to try."""
+    bound, to_try = finding.get("upper_bound"), ", ".join(finding.get("to_try") or [])
+    return (
+        f"{finding['name']}: {finding['evidence']}"
+        + (f"; gain at most {100 * bound:+.0f} %" if bound is not None else "")
+        + (f"; try {to_try}" if to_try else "")
+    )
 
 
 def percent(fraction: float | None) -> str:

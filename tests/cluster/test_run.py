@@ -117,24 +117,45 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
         tokens = knobs["micro_batch_size"] * knobs["grad_accum_steps"] * 32
         assert row["tokens_per_s_per_rank"] * row["step_time_s"] == pytest.approx(tokens)
         peak = row["peak_tflops_per_s"] * 1e12
+        flops_per_s = row["tokens_per_s_per_rank"] * row["flops_per_token"]
+        assert row["model_tflops_per_s_per_rank"] * 1e12 == pytest.approx(flops_per_s)
+        assert min(row["block_times_s"]) <= row["step_time_s"] * (1 + 1e-9)
+        assert row["step_time_s"] <= max(row["block_times_s"]) * (1 + 1e-9)
         assert row["mfu"] == pytest.approx(row["tokens_per_s_per_rank"] * row["flops_per_token"] / peak)
         assert row["hfu"] == pytest.approx(row["mfu"] * row["hardware_flops_per_token"] / row["flops_per_token"])
+        assert row["attention_backend"] == "flash"
+        executed = row["flops_per_token"] + row["attention_recompute_flops_per_token"]
         if knobs["activation_checkpointing"] == "none":
-            assert row["hfu"] == pytest.approx(row["mfu"])
+            assert row["hardware_flops_per_token"] == pytest.approx(executed)
         else:
-            assert row["hfu"] > row["mfu"]
+            assert row["hardware_flops_per_token"] > executed
         assert len(row["rank_step_times_s"]) == 2
         assert row["mfu_causal"] < row["mfu"]
 
 
-def test_baseline_and_finalists_say_where_their_step_goes(finished: Path) -> None:
+def test_what_runs_is_counted_once_for_each_checkpointing_and_attention_kernel(finished: Path) -> None:
+    counted: dict[str, float] = {}
+    for row in rows(finished):
+        given = json.loads((finished / "run" / row["log_path"] / "spec.json").read_text())["hardware_flops_per_token"]
+        mode = row["knobs"]["activation_checkpointing"]
+        assert given == counted.get(mode), "the first trial of a mode is given none, and counts"
+        counted[mode] = row["hardware_flops_per_token"] - row["attention_recompute_flops_per_token"]
+    assert len(counted) == 2
+
+
+def test_baseline_each_new_best_and_finalists_say_where_their_step_goes(finished: Path) -> None:
+    to_beat, num_bests = 0.0, 0
     for row in rows(finished):
         fractions = [row[name] for name in row if name.startswith("frac_")]
-        if row["stage"] in ("baseline", "finalist"):
+        is_best = row["stage"] in ("baseline", "explore") and row["tokens_per_s_per_rank"] > to_beat
+        if is_best:
+            to_beat, num_bests = row["tokens_per_s_per_rank"], num_bests + 1
+        if is_best or row["stage"] == "finalist":
             assert sum(fractions) == pytest.approx(1)
             assert len(row["rank_breakdowns"]) == row["world_size"]
         else:
             assert fractions == [None] * 6
+    assert (finished / "stdout.txt").read_text().count("  what bounds the best so far: ") == num_bests >= 1
     best = yaml.safe_load((finished / "run" / "best.yaml").read_text())
     for part in (best["baseline"], best["evidence"]):
         assert part["bottlenecks"]

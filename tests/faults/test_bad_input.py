@@ -24,9 +24,10 @@ from autotune.hardware import peak_for
 from autotune.job_file import load_job
 from autotune.report.screen import LineScreen
 from autotune.run import Run
-from tests.cluster.conftest import write_job
+from tests.cluster.conftest import CONFIG, write_job
 from tests.cluster.test_run import autotune, rows
 
+BAD_MODELS = Path(__file__).parents[1] / "ranks"
 BROKEN_MODEL = """
     def parts():
         return [1, 2][7]
@@ -46,6 +47,8 @@ def make_data(folder: Path) -> None:
     (folder / "no-text" / "photo.jpg").write_bytes(b"x" * 1000)
     (folder / "short").mkdir()
     (folder / "short" / "a.txt").write_text("thirty-two bytes are not enough!")
+    (folder / "one").mkdir()
+    (folder / "one" / "a.txt").write_text("of this text, two ranks make one sequence of 33 bytes")
     (folder / "dangling").symlink_to(folder / "nowhere")
     (folder / "broken").mkdir()
     (folder / "broken" / "a.txt").symlink_to(folder / "nowhere")
@@ -55,6 +58,11 @@ def make_data(folder: Path) -> None:
 
 def workload(name: str) -> dict[str, Any]:
     return {"model": {"workload": name, "seq_len": 32}}
+
+
+def bad_model(wrong: str) -> dict[str, Any]:
+    model = {"workload": "bad_model:make", "config": {"wrong": wrong, "config": CONFIG}, "seq_len": 32}
+    return {"model": model | {"import_path": str(BAD_MODELS)}}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,15 @@ def workload(name: str) -> dict[str, Any]:
         (workload("nowhere:make"), ["ModuleNotFoundError: No module named 'nowhere'"]),
         (workload("broken_model:make"), ["IndexError: list index out of range", "broken_model.py", "in parts"]),
         (workload("syntax_model:make"), ["SyntaxError: '(' was never closed", "syntax_model.py"]),
+        (bad_model("no_blocks"), ["the workload's blocks() found none: nothing to shard or checkpoint"]),
+        (
+            {"model": {"config": CONFIG | {"vocab_size": 100}, "seq_len": 32}},
+            ["data.tokenizer = byte needs a vocabulary of 256; the model's is 100", "raise the model's vocab_size"],
+        ),
+        (
+            {"data": {"source": "one"}},
+            ["1 sequences of model.seq_len = 32 tokens for 2 ranks; each needs one of its own"],
+        ),
     ],
 )
 def test_what_a_rank_finds_wrong_exits_2(tmp_path: Path, sections: dict[str, Any], complaints: list[str]) -> None:
@@ -84,6 +101,25 @@ def test_what_a_rank_finds_wrong_exits_2(tmp_path: Path, sections: dict[str, Any
     (log,) = re.findall(r"the traceback is in (\S+)", done.stderr)
     assert "Traceback" in Path(log).read_text()
     assert not list(tmp_path.glob("run/history/*"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ("nan", "(wrong_numerics): the loss of the first step (no update yet: initial values or data) is nan"),
+        ("unshifted", "Expected input batch_size (32) to match target batch_size (33)"),
+    ],
+)
+def test_a_model_whose_first_step_is_wrong_exits_2_before_anything_is_searched(
+    tmp_path: Path, wrong: str, complaint: str
+) -> None:
+    write_job(tmp_path, **bad_model(wrong))
+    done = autotune("run", "job.yaml", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the baseline failed" in done.stderr
+    assert complaint in done.stderr
+    (row,) = rows(tmp_path)
+    assert (row["stage"], row["outcome"] == "ok") == ("baseline", False)
 
 
 def test_a_data_folder_without_the_right_to_read_it_exits_2(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,8 +30,17 @@ class Bad(DecoderWorkload):
             return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens.flatten())
         if self.wrong == "per_token":
             return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        if self.wrong == "scores":
+            with patch.object(F, "scaled_dot_product_attention", written_out):
+                return super().loss(model, tokens)
         loss = super().loss(model, tokens)
         return loss * float("nan") if self.wrong == "nan" else loss
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ v
 
 
 def make(seq_len: int, wrong: str, config: dict[str, int]) -> Bad:

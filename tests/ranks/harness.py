@@ -171,7 +171,7 @@ class RankServer:
         self._launcher.close()
 
 
-def run_script(script: Path, order: dict[str, Any], world_size: int, folder: Path) -> list[Any]:
+def run_script(script: Path, order: dict[str, Any], world_size: int, folder: Path, wait_s: float = WAIT_S) -> list[Any]:
     """Runs `python -P script ORDER RESULT` once a rank; returns each rank's RESULT (JSON)."""
     order_path = folder / "order.json"
     order_path.write_text(json.dumps(order))
@@ -191,7 +191,7 @@ def run_script(script: Path, order: dict[str, Any], world_size: int, folder: Pat
                     start_new_session=True,
                 )
             )
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     try:
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:

@@ -30,6 +30,7 @@ def pairwise(values: Mapping[str, Sequence[Any]], allowed: Callable[[Point], boo
     Args:
         allowed: judges a point, or a part of one. It may forbid pairs only, and leave every value a partner.
     """
+    values = dict(sorted(values.items(), key=lambda item: len(item[1]), reverse=True))  # makes fewer points
     axes = list(values)
     missing = dict.fromkeys(possible_pairs(values, allowed))
     points: list[Point] = []

@@ -68,6 +68,18 @@ def test_a_loss_over_another_batch_shape_says_both_shapes(ranks, text_folder):
     assert any(cause in reason for reason in reasons), str(gang)
 
 
+def test_a_model_that_writes_out_its_scores_trains_and_is_told_what_to_change_first(ranks, text_folder):
+    gang = ranks.run(bad(text_folder, "scores"))
+    assert gang.outcome is Outcome.OK, str(gang)
+    for report in gang.reports:
+        assert report.attention_backend == "math"
+        assert "attention writes out 32 x 32 scores: before any other setting, call torch's" in report.warnings[0]
+    usual = ranks.run(make_spec(text_folder, KNOBS))
+    assert usual.reports[0].attention_backend == "flash"
+    assert usual.reports[0].warnings == []
+    assert gang.reports[0].losses == pytest.approx(usual.reports[0].losses, rel=1e-5), "it is the same model"
+
+
 @pytest.mark.parametrize("survey", [True, False], ids=["survey", "trial"])
 def test_a_vocabulary_without_room_for_the_tokens_names_both(ranks, text_folder, survey):
     spec = make_spec(text_folder, KNOBS, model={"config": {**TINY, "vocab_size": 100}})

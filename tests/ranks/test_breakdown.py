@@ -121,6 +121,13 @@ def test_without_being_asked_nothing_is_profiled(ranks, text_folder):
     assert all("profile" not in report.phase_s for report in gang.reports)
 
 
+@pytest.mark.parametrize(("rate_to_beat", "is_profiled"), [(1.0, True), (1e12, False)])
+def test_a_config_that_beats_nothing_is_not_profiled_on_any_rank(ranks, text_folder, rate_to_beat, is_profiled):
+    gang = ranks.run(make_spec(text_folder, TINY_KNOBS, profile="breakdown", profile_above=rate_to_beat))
+    assert gang.outcome is Outcome.OK, str(gang)
+    assert [report.breakdown is not None for report in gang.reports] == [is_profiled] * 2
+
+
 def largest(breakdown: Breakdown) -> str:
     fractions = breakdown.fractions()
     return max(FRACTIONS, key=lambda name: fractions[name])

@@ -96,6 +96,15 @@ def test_workers_do_not_change_the_batches_or_their_order(sources, kind, num_wor
     assert torch.equal(first_batches(num_workers), first_batches(0))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_for_a_gpu_alone_and_workers_persist(sources, num_workers):
+    dataset = data.make_dataset(sources["text"], 32, VOCAB_SIZE)
+    for device in ("cuda", "cpu"):
+        loader = data.make_loader(dataset, knobs(2, 3, num_workers), rank=0, world_size=2, seed=5, device=device)
+        assert loader.pin_memory is (device == "cuda")
+        assert loader.persistent_workers is (num_workers > 0)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ranks_and_micro_batches_do_not_change_a_steps_sequences(sources, kind):
     def sequences(world_size, micro, accumulation):

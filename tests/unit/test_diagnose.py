@@ -68,6 +68,11 @@ def both(**parts: Any) -> dict[str, Any]:
         (both(non_matmul=0.5), ["memory-bandwidth-bound"], 1.0),
         (both(non_matmul=None), ["compute-bound"], 0.0),
         (row(rank(), rank(), hardware_flops_per_token=8e9), ["recompute-bound"], 1 / 3),
+        (
+            row(rank(), rank(), hardware_flops_per_token=8e9, attention_recompute_flops_per_token=2e9),
+            ["compute-bound"],  # by the attention kernel, which no checkpointing changes
+            0.0,
+        ),
         (both(idle=14, exposed_comm=9, optimizer=9), ["mixed"], 23 / 77),
     ],
 )
@@ -123,6 +128,16 @@ def test_allocator_retries_come_first():
     found = diagnose(both(data_wait=50) | {"alloc_retries": 3}, LIMITS)
     assert [finding.name for finding in found] == ["allocator-retries", "data-bound"]
     assert "3 times" in found[0].evidence
+
+
+def test_scores_that_are_written_out_come_before_all_else():
+    known = row(rank(data_wait=20), rank(data_wait=20), attention_backend="math", alloc_retries=3)
+    assert [f.name for f in diagnose(known, LIMITS)] == ["unfused-attention", "allocator-retries", "data-bound"]
+    assert "unfused" not in str(diagnose(known | {"attention_backend": "flash"}, LIMITS))
+    asked = KNOBS | {"attention_backend": "math"}
+    assert "unfused" not in str(diagnose(known | {"knobs": asked}, LIMITS))
+    unprofiled = {name: value for name, value in known.items() if name != "rank_breakdowns"}
+    assert diagnose(unprofiled, LIMITS)[0].name == "unfused-attention"
 
 
 def test_only_knobs_that_can_still_be_turned_are_named():
@@ -210,5 +225,5 @@ def test_the_result_says_where_the_step_goes_and_what_bounds_it(capsys):
 
 def test_profiling_does_not_change_what_is_measured(baseline):
     spec = make_spec(Path("texts"), baseline)
-    assert replace(spec, profile="trace").digest() == spec.digest()
+    assert replace(spec, profile="trace", profile_above=100.0).digest() == spec.digest()
     assert TrialSpec.from_json(replace(spec, profile="trace").to_json()).profile == "trace"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token, tflops_per_s, utilisation
+from trials.attention import BACKENDS
+from trials.conventions import COUNTED, PALM_MATMUL, flops_per_token, keeps_no_scores, tflops_per_s, utilisation
 from trials.flops import counted_flops_per_token, matmul_params, model_flops
 from trials.models import Decoder, DecoderWorkload
+from trials.wrap import apply_checkpointing, block_names
 
+Shape = tuple[int, ...]
 VECTORS = Path(__file__).parents[1] / "data" / "mfu_vectors.csv"
 """Published runs; each row names its source and the convention that its authors used."""
 SEQ_LEN = 64
@@ -130,6 +135,69 @@ def test_the_attention_backend_in_use_changes_no_count(mode: str) -> None:
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend):
             assert counted(mode) == usual
+
+
+def executed_on_a_cpu(mode: str, backend: SDPBackend, **changes: int | bool) -> float:
+    """FLOPs per token that torch counts while real tensors run forward and backward through one SDPA kernel."""
+    workload = decoder(**changes)
+    model = workload.build_model()
+    apply_checkpointing(model, block_names(model, workload.blocks(model)), mode)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def forward(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    def backward(gradient: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(gradient, q, k, v)
+
+    known = {flash: forward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
+    with sdpa_kernel(backend), FlopCounterMode(display=False, custom_mapping=known) as counter:
+        workload.loss(model, torch.randint(0, 96, (1, SEQ_LEN + 1))).backward()
+    return counter.get_total_flops() / SEQ_LEN
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every_2", "selective_op"])
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+def test_each_checkpointing_and_kernel_executes_what_is_counted_of_them(mode: str, kernel: str) -> None:
+    again = model_flops(decoder(), on_meta(decoder()), SEQ_LEN).attention_recompute if keeps_no_scores(kernel) else 0
+    assert executed_on_a_cpu(mode, BACKENDS[kernel]) == counted(mode) + again
+
+
+def test_a_fused_backward_takes_two_and_a_half_times_the_forward_and_another_twice() -> None:
+    workload = decoder()
+    layers, width = workload.config.num_layers, workload.config.hidden_size
+    forward = 4 * layers * width * SEQ_LEN
+    found = model_flops(workload, on_meta(workload), SEQ_LEN)
+    assert found.attention_recompute == forward / 2
+    grouped = decoder(num_kv_heads=1)
+    assert model_flops(grouped, on_meta(grouped), SEQ_LEN).attention_recompute == forward / 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fused"),
+    [
+        *((kernel, True) for kernel in ("flash", "efficient", "cudnn", "efficient+flash", "auto")),
+        *((kernel, False) for kernel in ("math", "none", "flash+math")),
+    ],
+)
+def test_kernels_that_keep_no_scores(kernel: str, fused: bool) -> None:
+    assert keeps_no_scores(kernel) is fused
+
+
+def test_a_model_that_writes_out_its_scores_computes_none_of_them_again() -> None:
+    class OwnAttention(DecoderWorkload):
+        def loss(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _written_out)
+                return super().loss(model, tokens)
+
+    workload = OwnAttention(seq_len=SEQ_LEN, config=CONFIG)
+    found = model_flops(workload, on_meta(workload), SEQ_LEN)
+    assert (found.per_token, found.attention_recompute) == (counted("none"), 0)
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: bool) -> torch.Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
 
 def test_more_checkpointing_recomputes_more() -> None:

@@ -113,6 +113,7 @@ def test_flops_are_those_of_the_weights_that_a_token_uses(
     assert useful.per_token == flops_per_token(matmul_weights, LAYERS, d_attn, SEQ_LEN)
     assert useful.per_token_causal == flops_per_token(matmul_weights, LAYERS, d_attn, SEQ_LEN, "6N+6Lds")
     assert useful.convention == convention
+    assert useful.attention_recompute == 2 * LAYERS * d_attn * SEQ_LEN
     assert counted_flops_per_token(found, SEQ_LEN, "none") == useful.per_token
     assert counted_flops_per_token(found, SEQ_LEN, "full") > useful.per_token
 

@@ -27,6 +27,8 @@ def row_of(
     peak_tflops_per_s: float | None,
     hardware_flops: float | None,
     checkpointing: str = "none",
+    kernel: str = "math",
+    attention_recompute: float = 0.0,
 ) -> dict[str, Any]:
     knobs = Knobs.from_dict(BASELINE.to_dict() | {"activation_checkpointing": checkpointing})
     job = make_job()
@@ -42,11 +44,12 @@ def row_of(
         block_steps=[1] * len(times_s),
         allocated_bytes=1,
         hardware_flops_per_token=hardware_flops,
+        attention_backend=kernel,
     )
     study = Study(
         "s",
         job,
-        ModelFacts(1, 1, flops, flops, "palm-matmul,full-attn"),
+        ModelFacts(1, 1, flops, flops, "palm-matmul,full-attn", attention_recompute),
         Peak(peak_tflops_per_s, "bf16", "test"),
         Limits("cpu", None, 0.05),
         "hash",
@@ -78,6 +81,16 @@ def test_checkpointing_at_equal_time_never_raises_mfu(
     assert with_it["mfu"] == without["mfu"]
     if with_it["hfu"] is not None:
         assert with_it["hfu"] >= with_it["mfu"]
+
+
+@given(TIMES_S, FLOPS, st.floats(1e3, 1e6))
+def test_what_a_fused_kernel_computes_again_is_in_hfu_alone(times_s: list[float], flops: float, again: float) -> None:
+    rows = {kernel: row_of(times_s, flops, 1e5, flops, "none", kernel, again) for kernel in ("math", "flash", "")}
+    assert len({row["mfu"] for row in rows.values()}) == 1
+    assert rows["math"]["hardware_flops_per_token"] == flops
+    for kernel in ("flash", ""):  # compiled blocks, where torch chooses, show none
+        assert rows[kernel]["hardware_flops_per_token"] == flops + again
+        assert rows[kernel]["attention_recompute_flops_per_token"] == again
 
 
 @given(TIMES_S, PEAK)
