@@ -172,7 +172,7 @@ def test_torn_and_foreign_parquet_files_are_told_and_the_rest_is_shown(tmp_path:
         {"reason": pa.array([b"\xff"], pa.binary())},
         {"phase_s": pa.array([[("a", 1.0), ("a", 2.0)]], pa.map_(pa.string(), pa.float64()))},
     ],
-    ids=str,
+    ids=["a text trial", "no trial", "a number for knobs", "no knobs", "a far date", "no text", "a key twice"],
 )
 def test_a_file_with_other_columns_under_our_name_is_told_and_skipped(tmp_path: Path, changed: dict[str, Any]) -> None:
     history = History(tmp_path)
