@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.cluster.oom_killer import _memory_cgroup_counters
 from autotune.cluster.runner import SlotRunner
 from tests.cluster.conftest import rank_processes, spec
 from tests.faults.test_gang_faults import GENEROUS_S, agents, troubled_spec
 from tests.unit.conftest import make_job
+from trials import cgroup
 from trials.outcome import Outcome
 
 LIMIT_BYTES = 600 * 2**20
@@ -25,11 +25,12 @@ LIMIT_BYTES = 600 * 2**20
 @pytest.fixture
 def small_host() -> Iterator[Path]:
     """A memory cgroup below this process's own, with a limit."""
-    counters = [path for path in _memory_cgroup_counters(Path("/proc")) if path.exists()]
-    if not counters:
+    found = [(is_v1, folder) for is_v1, folder in cgroup.folders("memory") if folder.exists()]
+    if not found:
         pytest.skip("no memory cgroup is mounted")
-    group = counters[0].parent / f"autotune-test-{os.getpid()}"
-    limit = "memory.max" if counters[0].name == "memory.events" else "memory.limit_in_bytes"
+    is_v1, own = found[0]
+    group = own / f"autotune-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if is_v1 else "memory.max"
     try:
         group.mkdir()
     except OSError as error:
