@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from trials.outcome import EXIT_FAILED, EXIT_OOM, OUT_OF_MEMORY, Outcome, TrialE
 from trials.record import Knobs, RankReport, TrialSpec
 from trials.step import Stepper
 from trials.workload import Workload, load_workload
+
+if TYPE_CHECKING:
+    from trials.endurance import Endurance
 
 
 class Rank:
@@ -99,12 +102,15 @@ class Rank:
         dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size, spec.world_size)
         loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
         batches = iter(loader)
+        endurance = self._endurance(batches)
         self.enter("process_group")
         dist.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=spec.process_group_timeout_s),
         )
         self._set_limit()
+        if endurance and self.limit:
+            endurance.base_bytes = self.limit.base_bytes
         self.enter("build")
         model = self._build(workload, knobs)
         optimizer = make_optimizer(model.module, spec.optimizer, knobs.fused_optimizer)
@@ -131,11 +137,16 @@ class Rank:
         # A queue filled during warm-up must not carry the timed blocks: time three times as many batches as it holds.
         min_steps = max(spec.measure.min_steps, math.ceil(3 * queued / knobs.grad_accum_steps))
         before_s = stepper.data_wait_s
-        measured = timing.run_blocks(
-            stepper.step, self._synchronize, self._slowest, spec.measure, expected_step_s, min_steps
-        )
+        step = endurance.watched(stepper.step) if endurance else stepper.step
+        with endurance.phase("train") if endurance else contextlib.nullcontext():
+            measured = timing.run_blocks(
+                step, self._synchronize, self._slowest, spec.measure, expected_step_s, min_steps
+            )
         self.report.data_wait_s = stepper.data_wait_s - before_s
         self._record(measured, stepper, knobs)
+        if endurance:
+            endurance.finish(stepper, self.enter)
+            self.report.endurance = endurance.to_dict()
         self.enter("memory")
         if spec.device == "cuda":
             report = self.report
@@ -148,6 +159,14 @@ class Rank:
             self._profile(stepper, queued)
         self.enter("flops")
         self._count_flops(workload, knobs)
+
+    def _endurance(self, batches: Iterator[Tensor]) -> Endurance | None:
+        if self.spec.checkpoint_dir is None:
+            return None
+        from trials.endurance import Endurance  # takes a while to import, and few trials need it
+
+        pids = [worker.pid for worker in getattr(batches, "_workers", [])]
+        return Endurance(Path(self.spec.checkpoint_dir), self.spec.device, pids)
 
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""

@@ -221,7 +221,7 @@ class TrialSpec:
 
     trial: int
     stage: str
-    """baseline, explore, finalist, round; `survey` for the first job, which measures no config."""
+    """baseline, explore, finalist, round, endurance; `survey` for the first job, which measures no config."""
     workload: str
     """`decoder`, or `package.module:factory`."""
     model: dict[str, Any]
@@ -256,6 +256,8 @@ class TrialSpec:
     profile: str = ""
     """After the timed blocks: nothing, `breakdown` (where the time of a step goes), or `trace` (the chrome trace
     too, as trace-rank-N.json.gz in the trial's folder)."""
+    checkpoint_dir: str | None = None
+    """Of an endurance run: after the timed blocks the config evaluates, and saves and loads a checkpoint there."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -272,7 +274,7 @@ class TrialSpec:
     def digest(self) -> str:
         """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
         values = dataclasses.asdict(self)
-        for label in ("trial", "stage", "round", "attempt", "import_paths"):
+        for label in ("trial", "stage", "round", "attempt", "import_paths", "checkpoint_dir"):
             del values[label]
         for beside_the_measurement in ("hardware_flops_per_token", "tracked_bytes", "profile"):
             del values[beside_the_measurement]
@@ -295,7 +297,7 @@ class RankReport:
     reason: str = ""
     phase: str = "start"
     """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
-    memory, profile, flops, done."""
+    memory, profile, flops, done; of an endurance run evaluate, save and load after timed."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""
@@ -326,6 +328,8 @@ class RankReport:
     hardware_flops_per_token: float | None = None
     breakdown: dict[str, Any] | None = None
     """Of the profiled step: the fields of `trials.breakdown.Breakdown`."""
+    endurance: dict[str, Any] | None = None
+    """Of an endurance run: what `trials.endurance.Endurance` found."""
     host: str = ""
     device_name: str = ""
     torch_version: str = ""
