@@ -1,4 +1,4 @@
-"""The run from beginning to end: survey -> baseline -> explore -> finalists -> fresh rounds -> best.yaml."""
+"""The run from beginning to end: survey, baseline, explore, finalists, fresh rounds, endurance, best.yaml."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
+from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
-from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
+from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
-from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
+from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
 MIN_ROUNDS = 3
@@ -69,6 +70,9 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._endurance: Attempt | None = None
+        """Of the config that best.yaml names."""
+        self._failed_endurance: list[Attempt] = []
         self._profiled: dict[Knobs, Attempt] = {}
         """The latest profiled trial of each config that has one."""
 
@@ -109,7 +113,7 @@ class Run:
         return 1 + self.job.budget.trials / self.runner.num_slots + self._deciding_trials()
 
     def _deciding_trials(self) -> int:
-        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds
+        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds + self.job.measure.endurance
 
     def _estimate(self) -> str:
         measure, flops = self.job.measure, self.study.model.flops_per_token
@@ -212,10 +216,23 @@ class Run:
         self.measurer.turns_left = self._deciding_trials()
         for candidate in self._finalists(reference):
             ours, theirs = self._rounds(candidate, reference)
-            if len(ours) >= MIN_ROUNDS:
+            if len(ours) < MIN_ROUNDS:
+                self.listener.message("  that config failed when run again: on to the next finalist")
+            elif not compare(ours, theirs).is_win or self._endures(candidate):
                 return self._conclude(reference, candidate, ours, theirs)
-            self.listener.message("  that config failed when run again: on to the next finalist")
         return self._conclude(reference, None, [], [])
+
+    def _endures(self, winner: Attempt) -> bool:
+        """Whether the winner also runs longer, evaluates, saves and loads; or nothing is known against it."""
+        if not self.job.measure.endurance:
+            return True
+        attempt = self._trial(winner.knobs, ENDURANCE)
+        if status_of(attempt) in (PASSED, NOT_RUN):
+            self._endurance = attempt
+            return True
+        self._failed_endurance.append(attempt)
+        self.listener.message("  that config failed its endurance run: on to the next finalist")
+        return False
 
     def _finalists(self, reference: Attempt) -> list[Attempt]:
         """The fastest configs that fit, run once more beside the reference; those still faster, best first."""
@@ -293,7 +310,7 @@ class Run:
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self._write_best(attempt, self._attempts[0], complete=False)
-        elif attempt.outcome is not Outcome.OK:
+        elif attempt.outcome is not Outcome.OK and attempt.outcome not in NOT_OF_THE_CONFIG:
             self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)
 
@@ -316,21 +333,42 @@ class Run:
             fallback=Evidence(fallback, profiled=self._profiled.get(fallback.knobs)) if fallback else None,
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
+            no_verdict=self._no_verdict(complete),
+            endurance=endurance_content(
+                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.model.seq_len
+            ),
             complete=complete,
         )
         write_best(self.out / "best.yaml", content)
 
+    def _no_verdict(self, complete: bool) -> str:
+        if not complete:
+            return "not yet: the run has not ended"
+        if self._failed_endurance or self._failed_again:
+            return "every faster config failed when it was run again or longer: keep your baseline"
+        others = [attempt for attempt in self._attempts if attempt.stage == SIDE_BY_SIDE]
+        if others and all(attempt.outcome in OUT_OF_MEMORY for attempt in others):
+            return f"all {len(others)} configs that were tried beside it ran out of memory: keep your baseline"
+        return "no config that fits was faster: keep your baseline"
+
+    def _why_no_endurance(self, complete: bool) -> str:
+        if not self.job.measure.endurance:
+            return "measure.endurance = false"
+        return "the baseline is kept, which trains already" if complete else "not yet: the run has not ended"
+
     def _fallback(self, best: Attempt) -> Attempt | None:
-        """The fastest config that takes less memory than the best: for the day the best does not fit."""
-        smaller = [
+        """For the day the best does not fit: the fastest other config that takes less memory, or if there is none that
+        fits at all."""
+        others = [
             a
             for a in self._attempts
             if a.is_feasible
             and a.knobs not in self._failed_again
             and a.memory_gib is not None
-            and a.memory_gib < (best.memory_gib or 0.0)
+            and a.knobs != best.knobs
         ]
-        return max(smaller, key=_rate, default=None)
+        smaller = [a for a in others if (a.memory_gib or 0.0) < (best.memory_gib or 0.0)]
+        return max(smaller or others, key=_rate, default=None)
 
 
 def _rate(attempt: Attempt) -> float:

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as loader
+import torch.distributed.checkpoint.state_dict_saver as saver
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -140,7 +141,7 @@ class Endurance:
             self._refuse_a_small_disk(stepper)
             enter("save")
             with self.phase("save"), _storage_errors("saved to", self.folder):
-                dcp.save(_state(stepper), checkpoint_id=self.folder)
+                saver.save(_state(stepper), checkpoint_id=self.folder)
             enter("load")
             stepper.step()
             with self.phase("load"), _storage_errors("loaded from", self.folder):
@@ -161,6 +162,13 @@ class Endurance:
                 f"after the load the evaluation's losses are {again}, before the save they were {losses}",
             )
         stepper.step()  # training goes on
+
+    def cuda_peaks(self) -> tuple[int, int]:
+        """Allocated and reserved bytes over all phases: each has reset the allocator's own."""
+        return (
+            max(phase.allocated_bytes or 0 for phase in self.phases),
+            max(phase.reserved_bytes for phase in self.phases),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -184,7 +192,7 @@ class Endurance:
         if free < needed:
             raise _storage_failed(
                 self.folder,
-                f"{os.strerror(errno.ENOSPC)}: it takes {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free",
+                f"{os.strerror(errno.ENOSPC)}: it takes {needed / 2**20:,.1f} MiB of {free / 2**20:,.1f} that are free",
             )
 
     def _remove(self) -> None:
@@ -217,7 +225,7 @@ def _state(stepper: Stepper) -> dict[str, Any]:
 def load(stepper: Stepper, folder: Path) -> None:
     """Puts the checkpoint in `folder` in place of what the model and the optimizer hold."""
     state = _state(stepper)
-    dcp.load(state, checkpoint_id=folder)
+    loader.load(state, checkpoint_id=folder)
     set_state_dict(
         stepper.model.module,
         stepper.optimizer,
@@ -231,7 +239,7 @@ def checksums(stepper: Stepper) -> dict[str, int]:
     found = {}
     for name, tensor in tensors(stepper):
         whole = tensor.detach().cpu().contiguous().reshape(-1)
-        found[name] = zlib.crc32(whole.view(torch.uint8).numpy()) if whole.numel() else 0
+        found[name] = zlib.crc32(whole.view(torch.uint8).numpy().data) if whole.numel() else 0
     return found
 
 
@@ -240,7 +248,7 @@ def tensors(stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
     module: nn.Module = stepper.model.module
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield name, _local(tensor)
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for parameter, state in stepper.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):

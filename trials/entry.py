@@ -53,6 +53,7 @@ class Rank:
             device_name=platform.machine(),
         )
         self.limit: memory.CpuLimit | None = None
+        self.endurance: Endurance | None = None
         self._phase_started = time.perf_counter()
 
     def enter(self, phase: str) -> None:
@@ -102,15 +103,13 @@ class Rank:
         dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size, spec.world_size)
         loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
         batches = iter(loader)
-        endurance = self._endurance(batches)
+        self._prepare_endurance(batches)
         self.enter("process_group")
         dist.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=spec.process_group_timeout_s),
         )
         self._set_limit()
-        if endurance and self.limit:
-            endurance.base_bytes = self.limit.base_bytes
         self.enter("build")
         model = self._build(workload, knobs)
         optimizer = make_optimizer(model.module, spec.optimizer, knobs.fused_optimizer)
@@ -120,14 +119,7 @@ class Rank:
             torch.cuda.reset_peak_memory_stats()  # a run's peak is its steps', not initialising's or compiling's
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
-        self.report.applied = {
-            **wrap.read_back(model),
-            **stepper.observed(),
-            **read_loader(loader, batches),
-            "attention_backend": attention_backend,
-            "fused_optimizer": bool(optimizer.defaults["fused"]),
-        }
-        wrap.compare(knobs, self.report.applied)
+        self._read_back(model, stepper, loader, optimizer, attention_backend)
         self.enter("drain")
         queued = knobs.num_workers * (knobs.prefetch_factor or 0)
         stepper.drain(queued)
@@ -137,21 +129,23 @@ class Rank:
         # A queue filled during warm-up must not carry the timed blocks: time three times as many batches as it holds.
         min_steps = max(spec.measure.min_steps, math.ceil(3 * queued / knobs.grad_accum_steps))
         before_s = stepper.data_wait_s
-        step = endurance.watched(stepper.step) if endurance else stepper.step
-        with endurance.phase("train") if endurance else contextlib.nullcontext():
+        step = self.endurance.watched(stepper.step) if self.endurance else stepper.step
+        with self.endurance.phase("train") if self.endurance else contextlib.nullcontext():
             measured = timing.run_blocks(
                 step, self._synchronize, self._slowest, spec.measure, expected_step_s, min_steps
             )
         self.report.data_wait_s = stepper.data_wait_s - before_s
         self._record(measured, stepper, knobs)
-        if endurance:
-            endurance.finish(stepper, self.enter)
-            self.report.endurance = endurance.to_dict()
+        if self.endurance:
+            self.endurance.finish(stepper, self.enter)
+            self.report.endurance = self.endurance.to_dict()
         self.enter("memory")
         if spec.device == "cuda":
             report = self.report
             report.allocated_bytes, report.reserved_bytes, retries = memory.cuda_peaks()
             report.alloc_retries = retries - retries_before
+            if self.endurance:
+                report.allocated_bytes, report.reserved_bytes = self.endurance.cuda_peaks()
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
         if spec.profile:
@@ -160,13 +154,34 @@ class Rank:
         self.enter("flops")
         self._count_flops(workload, knobs)
 
-    def _endurance(self, batches: Iterator[Tensor]) -> Endurance | None:
-        if self.spec.checkpoint_dir is None:
-            return None
-        from trials.endurance import Endurance  # takes a while to import, and few trials need it
+    def _read_back(
+        self,
+        model: ShardedModel,
+        stepper: Stepper,
+        loader: DataLoader[Tensor],
+        optimizer: torch.optim.Optimizer,
+        attention_backend: str,
+    ) -> None:
+        """What was really applied.
 
-        pids = [worker.pid for worker in getattr(batches, "_workers", [])]
-        return Endurance(Path(self.spec.checkpoint_dir), self.spec.device, pids)
+        Raises:
+            TrialError: outcome `misapplied`; it is not what was asked for.
+        """
+        self.report.applied = {
+            **wrap.read_back(model),
+            **stepper.observed(),
+            **read_loader(loader, stepper.batches),
+            "attention_backend": attention_backend,
+            "fused_optimizer": bool(optimizer.defaults["fused"]),
+        }
+        wrap.compare(stepper.knobs, self.report.applied)
+
+    def _prepare_endurance(self, batches: Iterator[Tensor]) -> None:
+        if self.spec.checkpoint_dir is not None:
+            from trials.endurance import Endurance  # takes a while to import, and few trials need it
+
+            workers = [worker.pid for worker in getattr(batches, "_workers", [])]
+            self.endurance = Endurance(Path(self.spec.checkpoint_dir), self.spec.device, workers)
 
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""
@@ -207,6 +222,8 @@ class Rank:
             memory.limit_cuda(limit_bytes)
         else:
             self.limit = memory.CpuLimit(limit_bytes)
+            if self.endurance:
+                self.endurance.base_bytes = self.limit.base_bytes
 
     def _build(self, workload: Workload, knobs: Knobs) -> ShardedModel:
         spec = self.spec

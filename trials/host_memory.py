@@ -1,4 +1,4 @@
-"""What a rank and its DataLoader workers take of the host's memory, and whether it grows from step to step. Linux only."""
+"""What a rank and its DataLoader workers take of the host's memory, and whether it goes on growing. Linux only."""
 
 from __future__ import annotations
 

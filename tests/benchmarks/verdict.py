@@ -96,7 +96,7 @@ def main() -> None:
     table = Table(title=f"{args.runs} studies a row; {NOISE:.1%} noise a run, and a drift from run to run")
     for name in ("true gain", "drift", "rounds", "came to the rounds", "wins", "target"):
         table.add_column(name, justify="right")
-    found = []
+    found: list[Tally] = []
     for gain, walk, rounds, target in (
         (0.0, WALK, ROUNDS, MAX_FALSE_WINS),
         (0.0, HARSH_WALK, ROUNDS, MAX_FALSE_WINS),
