@@ -78,6 +78,7 @@ def best_content(
     candidate: Knobs | None,
     no_verdict: str,
     endurance: dict[str, Any],
+    warm_start: list[dict[str, Any]],
     complete: bool,
 ) -> dict[str, Any]:
     """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it.
@@ -86,6 +87,7 @@ def best_content(
         candidate: the config that `verdict` compares with the baseline, whether it won or not.
         no_verdict: why there is none.
         endurance: by `endurance_content`.
+        warm_start: earlier runs that the search was told of.
     """
     job, row = study.job, best.attempt.row
     return {
@@ -116,6 +118,7 @@ def best_content(
         "endurance": endurance,
         "baseline": _with_settings(baseline, study.limits),
         "fallback": _with_settings(fallback, study.limits) if fallback else None,
+        "warm_start": warm_start,
         "conventions": {
             "flops_convention": study.model.flops_convention,
             "flops_per_token": study.model.flops_per_token,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
+from autotune.warm_start import Priors, WarmStart
 from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
+NUM_PROPOSED_FIRST = 3
+"""Configs of a warm start that are measured before the search goes its own way."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
 STATE_BYTES = 16
@@ -56,6 +59,8 @@ class Run:
     Args:
         out: made by `prepare_folder`.
         resume: take up the run that is in `out`; nothing that it finished is run again.
+        warm_start: folders of earlier runs whose histories the search is told.
+        other_model: take them also if they measured another model.
     """
 
     job: Job
@@ -63,6 +68,8 @@ class Run:
     runner: Runner
     listener: Listener
     resume: bool = False
+    warm_start: Sequence[Path] = ()
+    other_model: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -73,6 +80,7 @@ class Run:
         self._endurance: Attempt | None = None
         """Of the config that best.yaml names."""
         self._failed_endurance: list[Attempt] = []
+        self._priors: list[Priors] = []
         self._profiled: dict[Knobs, Attempt] = {}
         """The latest profiled trial of each config that has one."""
 
@@ -82,12 +90,14 @@ class Run:
         """Runs every stage.
 
         Raises:
-            UserError: the workload or its data are wrong; a run that is resumed had another space.
+            UserError: the workload or its data are wrong; a run that is resumed had another space; a warm start has no
+                history, or is of another model.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
         self._prepare()
         reference = self._measure_baseline()
+        self._tell_priors(reference)
         self._explore()
         return self._decide(reference)
 
@@ -96,6 +106,7 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
+        self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
         self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
         self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
@@ -179,6 +190,20 @@ class Run:
             f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
+
+    def _tell_priors(self, reference: Attempt) -> None:
+        """What earlier runs found, in this run's units; the fastest that fit are proposed first."""
+        self._priors = [warm_start.priors(self.space, reference) for warm_start in self._warm_starts]
+        for one in self._priors:
+            self.listener.message(one.describe())
+        told = [(prior.knobs, prior.told(_rate(reference))) for one in self._priors for prior in one.priors]
+        for knobs, found in told:
+            self.search.prior(knobs, found)
+        fitting = [(f.tokens_per_s_per_rank or 0.0, knobs) for knobs, f in told if f.memory_over_limit <= 0]
+        faster = [(rate, knobs) for rate, knobs in fitting if rate > _rate(reference)]
+        ranked = dict.fromkeys(knobs for _, knobs in sorted(faster, key=lambda pair: pair[0], reverse=True))
+        for knobs in list(ranked)[:NUM_PROPOSED_FIRST]:
+            self.search.propose(knobs)
 
     def _explore(self) -> None:
         """Trials side by side, one a slot; the search is told of each as it ends, and then asked for the next.
@@ -337,6 +362,7 @@ class Run:
             endurance=endurance_content(
                 self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.model.seq_len
             ),
+            warm_start=[one.to_dict() for one in self._priors],
             complete=complete,
         )
         write_best(self.out / "best.yaml", content)
