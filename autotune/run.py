@@ -16,7 +16,7 @@ from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
-from autotune.report.text import gib
+from autotune.report.text import duration, gib
 from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
@@ -90,13 +90,15 @@ class Run:
         """Runs every stage.
 
         Raises:
-            UserError: the workload or its data are wrong; a run that is resumed had another space; a warm start has no
-                history, or is of another model.
+            UserError: the workload or its data are wrong; the space holds nothing but the baseline; the baseline alone
+                takes the whole budget; a run that is resumed had another space; a warm start
+                has no history, or is of another model.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
         self._prepare()
         reference = self._measure_baseline()
+        self._refuse_a_budget_without_trials()
         self._tell_priors(reference)
         self._explore()
         return self._decide(reference)
@@ -106,6 +108,7 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
+        self._refuse_an_empty_space()
         self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
         self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
         self.measurer.turns_left = self._planned_turns()
@@ -190,6 +193,25 @@ class Run:
             f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
+
+    def _refuse_an_empty_space(self) -> None:
+        if all(knobs == self.space.baseline for knobs in self.space.configs()):
+            raise UserError(
+                "space: no config in it differs from the baseline, so there is nothing to tune",
+                "give knobs more candidates under `space`, or leave `space` out for the default one; "
+                "`autotune measure` measures one config",
+            )
+
+    def _refuse_a_budget_without_trials(self) -> None:
+        if self._out_of_time() and not self.measurer.begun(SIDE_BY_SIDE):
+            budget, spent_min = self.job.budget, (self.clock() - self._started) / 60
+            raise UserError(
+                f"budget.minutes = {budget.minutes:g}: survey and baseline alone took {spent_min:.2g} min, and nothing "
+                "could be tried beside the baseline",
+                f"raise it: the {budget.trials} trials of budget.trials take about "
+                f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
+                "What was measured is kept: `autotune show`, and --resume with the new budget",
+            )
 
     def _tell_priors(self, reference: Attempt) -> None:
         """What earlier runs found, in this run's units; the fastest that fit are proposed first."""
@@ -374,7 +396,7 @@ class Run:
             return "every faster config failed when it was run again or longer: keep your baseline"
         others = [attempt for attempt in self._attempts if attempt.stage == SIDE_BY_SIDE]
         if others and all(attempt.outcome in OUT_OF_MEMORY for attempt in others):
-            return f"all {len(others)} configs that were tried beside it ran out of memory: keep your baseline"
+            return "all that was tried beside the baseline ran out of memory: keep your baseline"
         return "no config that fits was faster: keep your baseline"
 
     def _why_no_endurance(self, complete: bool) -> str:
