@@ -142,8 +142,9 @@ class Endurance:
             enter("save")
             with self.phase("save"), _storage_errors("saved to", self.folder):
                 saver.save(_state(stepper), checkpoint_id=self.folder)
-            enter("load")
+            enter("step_after_save")
             stepper.step()
+            enter("load")
             with self.phase("load"), _storage_errors("loaded from", self.folder):
                 load(stepper, self.folder)
         finally:
@@ -161,7 +162,8 @@ class Endurance:
                 Outcome.WRONG_NUMERICS,
                 f"after the load the evaluation's losses are {again}, before the save they were {losses}",
             )
-        stepper.step()  # training goes on
+        enter("step_after_load")
+        stepper.step()
 
     def cuda_peaks(self) -> tuple[int, int]:
         """Allocated and reserved bytes over all phases: each has reset the allocator's own."""

@@ -297,7 +297,8 @@ class RankReport:
     reason: str = ""
     phase: str = "start"
     """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
-    memory, profile, flops, done; of an endurance run evaluate, save and load after timed."""
+    memory, profile, flops, done; of an endurance run evaluate, save, step_after_save, load and step_after_load after
+    timed."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""
