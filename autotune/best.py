@@ -210,9 +210,16 @@ class _Gain(_Part):
 
 
 class _Phase(_Part):
+    phase: str
     seconds: float
     reserved_gib: float | None
     host_gib: float | None
+
+
+class _Failed(_Part):
+    trial: int
+    outcome: str
+    reason: str
 
 
 class _Endurance(_Part):
@@ -221,7 +228,7 @@ class _Endurance(_Part):
     phases: list[_Phase] = []
     host_growth_mib_per_step: float | None = None
     hours_to_host_limit: float | None = None
-    failed: list[dict[str, str | int | dict[str, Any]]]
+    failed: list[_Failed]
 
 
 class _Conventions(_Part):

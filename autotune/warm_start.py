@@ -122,7 +122,7 @@ class WarmStart:
                 f"{OPTION} {run}: it measured another model: {'; '.join(self._model_differences)}",
                 f"{OTHER_MODEL_OPTION} takes its settings all the same, for half as much",
             )
-        self._baseline_rate = self._find_baseline()
+        self._baseline = self._find_baseline()
 
     def _read(self) -> list[Attempt]:
         refuse_without_history(self.run)
@@ -153,13 +153,14 @@ class WarmStart:
             f"{name} {_shown(there[name])}, here {_shown(here[name])}" for name in here if there[name] != here[name]
         ]
 
-    def _find_baseline(self) -> float:
-        knobs = next((a.knobs for a in self._attempts if a.stage == "baseline" and a.outcome is Outcome.OK), None)
-        if knobs is None:
-            raise UserError(
-                f"{OPTION} {self.run}: its baseline never ran to the end, so its throughputs compare with nothing"
-            )
-        return _mean_rates(self._attempts)[knobs]
+    def _find_baseline(self) -> Attempt:
+        for attempt in self._attempts:
+            if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
+                return attempt
+        raise UserError(
+            f"{OPTION} {self.run}: its baseline never ran to the end, so its throughputs compare with nothing",
+            "leave it out",
+        )
 
     def priors(self, space: SearchSpace, reference: Attempt) -> Priors:
         """Its configs that are in `space`.
@@ -169,7 +170,7 @@ class WarmStart:
         """
         differences = [f"model: {text}" for text in self._model_differences]
         weight = DISCOUNT if differences else 1.0
-        there, here = self._attempts[0].row, reference.row
+        there, here = self._baseline.row, reference.row
         for kind, columns in _KINDS.items():
             changed = [name for name in columns if there.get(name) != here.get(name)]
             # Digests say nothing to people.
@@ -180,7 +181,7 @@ class WarmStart:
         same_memory = not self._model_differences and all(there.get(n) == here.get(n) for n in _DECIDE_MEMORY)
         rates = _mean_rates(self._attempts)
         # Where that run measured this one's baseline, whatever its own was, ratios to it are the ones meant.
-        baseline_rate = rates.get(reference.knobs, self._baseline_rate)
+        baseline_rate = rates.get(reference.knobs, rates[self._baseline.knobs])
         found: dict[Knobs, Prior] = {}
         for attempt in self._attempts:
             knobs = _in_space(attempt.knobs, space)

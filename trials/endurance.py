@@ -278,4 +278,7 @@ def _storage_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def _storage_failed(folder: Path, why: str) -> TrialError:
-    return TrialError(Outcome.STORAGE_FAILED, f"the checkpoint in {folder}: {why}")
+    return TrialError(
+        Outcome.STORAGE_FAILED,
+        f"the checkpoint in {folder}: {why}. Give another folder by measure.checkpoint_dir; all nodes must share it",
+    )
