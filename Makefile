@@ -34,9 +34,10 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## overhead of a trial beside torchrun, composed steps beside whole ones; prints tables, minutes
+benchmark: $(DEV)  ## overhead of a trial, composed steps, the verdict's false wins and power; prints tables, minutes
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.composed
+	$(BIN)/python -m tests.benchmarks.verdict
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV): a minute or more"

@@ -87,18 +87,23 @@ def best_content(
     fallback: Evidence | None,
     verdict: Verdict | None,
     candidate: Knobs | None,
+    no_verdict: str,
+    endurance: dict[str, Any],
+    warm_start: list[dict[str, Any]],
     complete: bool,
 ) -> dict[str, Any]:
     """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it.
 
     Args:
         candidate: the config that `verdict` compares with the baseline, whether it won or not.
+        no_verdict: why there is none.
+        endurance: by `endurance_content`.
+        warm_start: earlier runs that the search was told of.
     """
     job, row = study.job, best.attempt.row
-    unknown = "no config that fits was faster: keep your baseline" if complete else "not yet: the run has not ended"
     return {
         "complete": complete,
-        "verdict": verdict.sentence() if verdict else unknown,
+        "verdict": verdict.sentence() if verdict else no_verdict,
         "settings": best.attempt.knobs.to_dict(),
         "training": {
             "precision": job.training.precision,
@@ -121,8 +126,10 @@ def best_content(
             if verdict and candidate
             else None
         ),
+        "endurance": endurance,
         "baseline": _with_settings(baseline, study.limits),
         "fallback": _with_settings(fallback, study.limits) if fallback else None,
+        "warm_start": warm_start,
         "conventions": {
             "flops_convention": study.model.flops_convention,
             "flops_per_token": study.model.flops_per_token,
@@ -215,6 +222,28 @@ class _Gain(_Part):
     high: float
 
 
+class _Phase(_Part):
+    phase: str
+    seconds: float
+    reserved_gib: float | None
+    host_gib: float | None
+
+
+class _Failed(_Part):
+    trial: int
+    outcome: str
+    reason: str
+
+
+class _Endurance(_Part):
+    status: Literal["passed", "failed", "not_run"]
+    reason: str
+    phases: list[_Phase] = []
+    host_growth_mib_per_step: float | None = None
+    hours_to_host_limit: float | None = None
+    failed: list[_Failed]
+
+
 class _Conventions(_Part):
     flops_convention: str
     peak_source: str
@@ -235,6 +264,7 @@ class _File(_Part):
     training: _Training
     evidence: _Figures
     gain: _Gain | None
+    endurance: _Endurance | None = None
     baseline: _Baseline
     conventions: _Conventions
     fingerprint: _Fingerprint

@@ -57,7 +57,24 @@ def init(template: str, output: Path) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the run (default: the job's `output`).")
 @click.option("--trials", type=click.IntRange(min=1), help="Trials to explore (overrides budget.trials).")
 @click.option("--resume", is_flag=True, help="Go on with the run in that folder; nothing it finished is run again.")
-def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None, resume: bool) -> None:
+@click.option(
+    "--warm-start",
+    "warm_start",
+    multiple=True,
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Folder of an earlier run of this model, which the search is told of; may be given again.",
+)
+@click.option("--warm-start-other-model", "other_model", is_flag=True, help="Take it also if it is of another model.")
+def run(
+    job: str,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    trials: int | None,
+    resume: bool,
+    warm_start: tuple[Path, ...],
+    other_model: bool,
+) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
     from autotune.job_file import load_job
 
@@ -66,7 +83,8 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
     loaded = load_job(job, overrides)
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
-    _run(loaded, job, resume)
+    _refuse_warm_starts(warm_start, Path(loaded.output), other_model)
+    _run(loaded, job, resume, [path.absolute() for path in warm_start], other_model)
 
 
 @cli.command()
@@ -132,7 +150,22 @@ def doctor(job: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     sys.exit(diagnosis.exit_code)
 
 
-def _run(loaded: Any, name: str, resume: bool) -> None:
+def _refuse_warm_starts(runs: tuple[Path, ...], output: Path, other_model: bool) -> None:
+    """Before anything is started or moved."""
+    from autotune.warm_start import OPTION, OTHER_MODEL_OPTION, refuse_without_history
+
+    if other_model and not runs:
+        raise UserError(f"{OTHER_MODEL_OPTION} without {OPTION}: it has no effect", f"add {OPTION} RUN, or remove it")
+    for path in runs:
+        refuse_without_history(path)
+        if path.resolve() == output.resolve():
+            raise UserError(
+                f"{OPTION} {path}: that is the folder of this run itself",
+                "give another folder by --output; to go on with that run, use --resume instead",
+            )
+
+
+def _run(loaded: Any, name: str, resume: bool, warm_start: list[Path], other_model: bool) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
@@ -140,7 +173,7 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
     from autotune.run import Run
 
     def work(out: Path, runner: Any, screen: Any) -> Any:
-        return Run(loaded, out, runner, screen, resume).go()
+        return Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
 
     result = _at_work(loaded, name, work, resume=resume)
     console, out = Console(highlight=False), Path(loaded.output).absolute()

@@ -59,7 +59,7 @@ def prepare_folder(out: Path, job: Job) -> Path | None:
     return moved
 
 
-MAY_CHANGE = frozenset({"budget", "output", "cluster.parallel_trials"})
+MAY_CHANGE = frozenset({"budget", "output", "cluster.parallel_trials", "measure.checkpoint_dir"})
 """Sections and keys that a resumed run may have otherwise: they decide how long it takes, not what it measures."""
 
 

@@ -50,6 +50,21 @@ _KNOBS = pa.struct(
 )
 _SECONDS = pa.list_(pa.float64())
 _BREAKDOWN = pa.struct([(field.name, pa.float64()) for field in dataclasses.fields(Breakdown)])
+_ENDURANCE = pa.struct(
+    [
+        (
+            "phases",  # train, evaluate, save, load: the worst rank's peaks
+            pa.list_(
+                pa.struct(
+                    [("phase", pa.string())]
+                    + [(name, pa.float64()) for name in ("seconds", "allocated_gib", "reserved_gib", "host_gib")]
+                )
+            ),
+        ),
+        ("host_growth_mib_per_step", pa.float64()),  # ranks and their loader's workers, worst host
+        ("hours_to_host_limit", pa.float64()),  # null: it does not go on growing
+    ]
+)
 _TIME = pa.timestamp("us", tz="UTC")
 
 SCHEMA = pa.schema(
@@ -57,7 +72,7 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round; measure
+        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure
         ("round", pa.int32()),  # number of the interleaved round; null outside of rounds
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),
@@ -120,6 +135,7 @@ SCHEMA = pa.schema(
             "losses",
             pa.list_(pa.float64()),
         ),  # mean over ranks of each optimizer step, from the first update on
+        ("endurance", _ENDURANCE),  # null in all other stages
         ("phase_s", pa.map_(pa.string(), pa.float64())),  # where the trial's own time went, slowest rank
         ("detected_s", pa.float64()),  # from the start of the ranks to the first sign of failure
         ("world_size", pa.int32()),

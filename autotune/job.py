@@ -352,6 +352,12 @@ class MeasureSettings(Section):
     rounds: Annotated[int, Field(ge=3)] = 7
     """Fresh interleaved runs of the chosen config and of the baseline; the reported gain comes from these alone."""
     num_finalists: Positive = 3
+    endurance: bool = True
+    """After the rounds the winner runs longer, evaluates, and saves and loads a checkpoint; if it fails, the next."""
+    endurance_steps: Positive = 100
+    """Timed optimizer steps of the endurance run."""
+    checkpoint_dir: str | None = None
+    """Where the endurance run's checkpoint lies while it runs; default: the run's folder. All nodes must share it."""
 
     @model_validator(mode="after")
     def _order(self) -> Self:

@@ -111,7 +111,9 @@ def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
 
 def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
     """Paths are relative to the job file; absolute in the resolved job, so that it runs again from anywhere."""
-    data, model = values.get("data"), values.get("model")
+    data, model, measure = values.get("data"), values.get("model"), values.get("measure")
+    if isinstance(measure, dict) and isinstance(measure.get("checkpoint_dir"), str):
+        measure["checkpoint_dir"] = _resolved(measure["checkpoint_dir"], folder)
     if isinstance(data, dict):
         for key, names in (("source", (PYTHON_STDLIB, SYNTHETIC)), ("tokenizer", ("byte",))):
             if isinstance(data.get(key), str) and data[key] not in names:

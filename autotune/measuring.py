@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row
 from trials.files import write_whole
-from trials.outcome import INFRASTRUCTURE, Outcome
+from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs, Measure, TrialSpec
 
 MAX_RETRIES = 2
@@ -26,6 +27,8 @@ MAX_RETRIES = 2
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
 SIDE_BY_SIDE = "explore"
 """The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
+ENDURANCE = "endurance"
+"""The stage of the winner's longer run."""
 BY_HAND = "measure"
 """The stage of `autotune measure`."""
 PROFILED_STAGES = frozenset({"baseline", SIDE_BY_SIDE, "finalist", BY_HAND})
@@ -147,7 +150,7 @@ class Measurer:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
             key = (attempt.stage, attempt.knobs, row["round"])
-            if attempt.outcome in INFRASTRUCTURE:
+            if attempt.outcome in NOT_OF_THE_CONFIG:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
             else:
                 self._unfinished.pop(key, None)
@@ -247,7 +250,20 @@ class Measurer:
         self._next_trial = max(self._next_trial, trial + 1)
         spec = make_spec(self.study.job, self.runner, knobs, stage, trial, round_number)
         profile = "trace" if spec.profile and self.keep_traces else spec.profile
+        if stage == ENDURANCE:
+            spec = self._enduring(spec)
         return replace(spec, attempt=first, profile=profile), first + MAX_RETRIES
+
+    def _enduring(self, spec: TrialSpec) -> TrialSpec:
+        steps, root = self.study.job.measure.endurance_steps, self.study.job.measure.checkpoint_dir
+        name = f"trial-{spec.trial:04d}"
+        folder = (
+            Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
+        )
+        # Its throughput is a by-product, and not what ends it.
+        return replace(
+            spec, measure=replace(spec.measure, min_steps=steps, max_steps=steps), checkpoint_dir=str(folder)
+        )
 
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
@@ -263,7 +279,7 @@ class Measurer:
         write_whole(folder / "spec.json", spec.to_json())
         self.listener.trial_started(spec, self.remaining_s())
         self._flights[spec.trial] = _Flight(spec, last_attempt, folder, self.clock(), time.time())
-        self.runner.start(spec, folder, self._timeout_s(knobs))
+        self.runner.start(spec, folder, self._timeout_s(spec))
 
     def _land(self) -> Attempt | None:
         """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
@@ -281,9 +297,13 @@ class Measurer:
         self._learn(attempt)
         return attempt
 
-    def _timeout_s(self, knobs: Knobs) -> float:
+    def _timeout_s(self, spec: TrialSpec) -> float:
         measure = self.study.job.measure
-        return measure.trial_timeout_s + (measure.compile_timeout_s if knobs.compile else 0.0)
+        compile_s = measure.compile_timeout_s if spec.knobs is not None and spec.knobs.compile else 0.0
+        if spec.checkpoint_dir is None:
+            return measure.trial_timeout_s + compile_s
+        # Blocks are compiled once more for the evaluation.
+        return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps) + 2 * compile_s
 
     def _compared(self, spec: TrialSpec, result: GangResult) -> GangResult:
         """A config that does not train as the baseline does is wrong, however fast it is."""
@@ -312,6 +332,8 @@ class Measurer:
             self._record(flight, result)
 
     def _record(self, flight: _Flight, result: GangResult) -> Attempt:
+        if flight.spec.checkpoint_dir is not None:
+            shutil.rmtree(flight.spec.checkpoint_dir, ignore_errors=True)  # what killed ranks left
         row = history_row(flight.spec, result, self.study, str(flight.folder.relative_to(self.out)))
         row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs)) if flight.spec.knobs else {}
         self._history.append(row)

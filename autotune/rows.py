@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeGuard
@@ -19,7 +20,7 @@ from trials.record import COMPOSED, SYNTHETIC, WHOLE, Knobs, RankReport, TrialSp
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
-STAGES = frozenset({"baseline", "explore", "finalist", "round", "measure"})
+STAGES = frozenset({"baseline", "explore", "finalist", "round", "endurance", "measure"})
 EXECUTED = ("hardware_flops_per_token", "attention_recompute_flops_per_token")
 """What runs per token, and what of it is attention's backward computing its scores again."""
 MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3
@@ -176,6 +177,7 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
         row |= _speed(knobs, result.reports, model, peak) | _memory(result.reports) | gang_breakdown(result.reports)
         if row["model_tflops_per_s_per_rank"] is not None and study.achievable_tflops_per_s is not None:
             row["share_of_achievable"] = row["model_tflops_per_s_per_rank"] / study.achievable_tflops_per_s
+        row["endurance"] = gang_endurance(result.reports, row["step_time_s"])
     return row
 
 
@@ -325,3 +327,36 @@ def gang_breakdown(reports: dict[int, RankReport]) -> dict[str, Any]:
         "non_matmul_share": pacing.non_matmul_share,
         "rank_breakdowns": [rank.to_dict() for rank in ranks],
     }
+
+
+def gang_endurance(reports: dict[int, RankReport], step_s: float) -> dict[str, Any] | None:
+    """Of each phase the worst rank; of the host's memory the host that is full first. None of any other trial."""
+    found = {rank: report.endurance for rank, report in reports.items() if report.endurance is not None}
+    if not found or len(found) < len(reports):
+        return None
+    growths: dict[str, float] = {}
+    available: dict[str, int] = {}
+    for rank, endurance in found.items():
+        host = reports[rank].host
+        growths[host] = growths.get(host, 0.0) + endurance["host_growth_bytes_per_step"]
+        available[host] = min(available.get(host, sys.maxsize), endurance["host_available_bytes"])
+    steps_left = {host: available[host] / growth for host, growth in growths.items() if growth > 0}
+    return {
+        "phases": [
+            {
+                "phase": phases[0]["phase"],
+                "seconds": max(phase["seconds"] for phase in phases),
+                "allocated_gib": _worst_gib([phase["allocated_bytes"] for phase in phases]),
+                "reserved_gib": _worst_gib([phase["reserved_bytes"] for phase in phases]),
+                "host_gib": _worst_gib([phase["host_bytes"] for phase in phases]),
+            }
+            for phases in zip(*(endurance["phases"] for endurance in found.values()), strict=True)
+        ],
+        "host_growth_mib_per_step": max(growths.values()) / 2**20,
+        "hours_to_host_limit": min(steps_left.values()) * step_s / 3600 if steps_left else None,
+    }
+
+
+def _worst_gib(amounts: list[int | None]) -> float | None:
+    known = [amount for amount in amounts if amount is not None]
+    return max(known) / GIB if len(known) == len(amounts) else None

@@ -1,11 +1,11 @@
-"""The run from beginning to end: survey -> baseline -> explore -> finalists -> fresh rounds -> best.yaml."""
+"""The run from beginning to end: survey, baseline, explore, finalists, fresh rounds, endurance, best.yaml."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,24 @@ from typing import Any
 from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
 from autotune.diagnose import diagnose
+from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
-from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
-from autotune.report.text import finding_line, gib
+from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
+from autotune.report.text import duration, finding_line, gib
 from autotune.rows import GIB, Attempt
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import load_survey, take_survey
 from autotune.verdict import Verdict, compare
-from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
+from autotune.warm_start import Priors, WarmStart
+from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
 MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
+NUM_PROPOSED_FIRST = 3
+"""Configs of a warm start that are measured before the search goes its own way."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
 STATE_BYTES = 16
@@ -56,6 +60,8 @@ class Run:
     Args:
         out: made by `prepare_folder`.
         resume: take up the run that is in `out`; nothing that it finished is run again.
+        warm_start: folders of earlier runs whose histories the search is told.
+        other_model: take them also if they measured another model.
     """
 
     job: Job
@@ -63,6 +69,8 @@ class Run:
     runner: Runner
     listener: Listener
     resume: bool = False
+    warm_start: Sequence[Path] = ()
+    other_model: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -70,6 +78,10 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._endurance: Attempt | None = None
+        """Of the config that best.yaml names."""
+        self._failed_endurance: list[Attempt] = []
+        self._priors: list[Priors] = []
         self._profiled: dict[Knobs, Attempt] = {}
         """The latest profiled trial of each config that has one."""
 
@@ -79,12 +91,16 @@ class Run:
         """Runs every stage.
 
         Raises:
-            UserError: the workload or its data are wrong; a run that is resumed had another space.
+            UserError: the workload or its data are wrong; the space holds nothing but the baseline; the baseline alone
+                takes the whole budget; a run that is resumed had another space; a warm start
+                has no history, or is of another model.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
         self._prepare()
         reference = self._measure_baseline()
+        self._refuse_a_budget_without_trials()
+        self._tell_priors(reference)
         self._explore()
         return self._decide(reference)
 
@@ -93,6 +109,8 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
+        self._refuse_an_empty_space()
+        self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
         self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
         self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
@@ -110,7 +128,7 @@ class Run:
         return 1 + self.job.budget.trials / self.runner.num_slots + self._deciding_trials()
 
     def _deciding_trials(self) -> int:
-        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds
+        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds + self.job.measure.endurance
 
     def _estimate(self) -> str:
         measure, flops = self.job.measure, self.study.model.flops_per_token
@@ -177,6 +195,39 @@ class Run:
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
 
+    def _refuse_an_empty_space(self) -> None:
+        if all(knobs == self.space.baseline for knobs in self.space.configs()):
+            raise UserError(
+                "space: no config in it differs from the baseline, so there is nothing to tune",
+                "give knobs more candidates under `space`, or leave `space` out for the default one; "
+                "`autotune measure` measures one config",
+            )
+
+    def _refuse_a_budget_without_trials(self) -> None:
+        if self._out_of_time() and not self.measurer.begun(SIDE_BY_SIDE):
+            budget, spent_min = self.job.budget, (self.clock() - self._started) / 60
+            raise UserError(
+                f"budget.minutes = {budget.minutes:g}: survey and baseline alone took {spent_min:.2g} min, and nothing "
+                "could be tried beside the baseline",
+                f"raise it: the {budget.trials} trials of budget.trials take about "
+                f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
+                "What was measured is kept: `autotune show`, and --resume with the new budget",
+            )
+
+    def _tell_priors(self, reference: Attempt) -> None:
+        """What earlier runs found, in this run's units; the fastest that fit are proposed first."""
+        self._priors = [warm_start.priors(self.space, reference) for warm_start in self._warm_starts]
+        for one in self._priors:
+            self.listener.message(one.describe())
+        told = [(prior.knobs, prior.told(_rate(reference))) for one in self._priors for prior in one.priors]
+        for knobs, found in told:
+            self.search.prior(knobs, found)
+        fitting = [(f.tokens_per_s_per_rank or 0.0, knobs) for knobs, f in told if f.memory_over_limit <= 0]
+        faster = [(rate, knobs) for rate, knobs in fitting if rate > _rate(reference)]
+        ranked = dict.fromkeys(knobs for _, knobs in sorted(faster, key=lambda pair: pair[0], reverse=True))
+        for knobs in list(ranked)[:NUM_PROPOSED_FIRST]:
+            self.search.propose(knobs)
+
     def _explore(self) -> None:
         """Trials side by side, one a slot; the search is told of each as it ends, and then asked for the next.
 
@@ -213,10 +264,23 @@ class Run:
         self.measurer.turns_left = self._deciding_trials()
         for candidate in self._finalists(reference):
             ours, theirs = self._rounds(candidate, reference)
-            if len(ours) >= MIN_ROUNDS:
+            if len(ours) < MIN_ROUNDS:
+                self.listener.message("  that config failed when run again: on to the next finalist")
+            elif not compare(ours, theirs).is_win or self._endures(candidate):
                 return self._conclude(reference, candidate, ours, theirs)
-            self.listener.message("  that config failed when run again: on to the next finalist")
         return self._conclude(reference, None, [], [])
+
+    def _endures(self, winner: Attempt) -> bool:
+        """Whether the winner also runs longer, evaluates, saves and loads; or nothing is known against it."""
+        if not self.job.measure.endurance:
+            return True
+        attempt = self._trial(winner.knobs, ENDURANCE)
+        if status_of(attempt) in (PASSED, NOT_RUN):
+            self._endurance = attempt
+            return True
+        self._failed_endurance.append(attempt)
+        self.listener.message("  that config failed its endurance run: on to the next finalist")
+        return False
 
     def _finalists(self, reference: Attempt) -> list[Attempt]:
         """The fastest configs that fit, run once more beside the reference; those still faster, best first."""
@@ -297,7 +361,7 @@ class Run:
                 self._best = attempt
                 self.measurer.rate_to_beat = _rate(attempt)
                 self._write_best(attempt, self._attempts[0], complete=False)
-        elif attempt.outcome is not Outcome.OK:
+        elif attempt.outcome is not Outcome.OK and attempt.outcome not in NOT_OF_THE_CONFIG:
             self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)
         if attempt is self._best:
@@ -323,21 +387,43 @@ class Run:
             fallback=Evidence(fallback, profiled=self._profiled.get(fallback.knobs)) if fallback else None,
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
+            no_verdict=self._no_verdict(complete),
+            endurance=endurance_content(
+                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.model.seq_len
+            ),
+            warm_start=[one.to_dict() for one in self._priors],
             complete=complete,
         )
         write_best(self.out / "best.yaml", content)
 
+    def _no_verdict(self, complete: bool) -> str:
+        if not complete:
+            return "not yet: the run has not ended"
+        if self._failed_endurance or self._failed_again:
+            return "every faster config failed when it was run again or longer: keep your baseline"
+        others = [attempt for attempt in self._attempts if attempt.stage == SIDE_BY_SIDE]
+        if others and all(attempt.outcome in OUT_OF_MEMORY for attempt in others):
+            return "all that was tried beside the baseline ran out of memory: keep your baseline"
+        return "no config that fits was faster: keep your baseline"
+
+    def _why_no_endurance(self, complete: bool) -> str:
+        if not self.job.measure.endurance:
+            return "measure.endurance = false"
+        return "the baseline is kept, which trains already" if complete else "not yet: the run has not ended"
+
     def _fallback(self, best: Attempt) -> Attempt | None:
-        """The fastest config that takes less memory than the best: for the day the best does not fit."""
-        smaller = [
+        """For the day the best does not fit: the fastest other config that takes less memory, or if there is none that
+        fits at all."""
+        others = [
             a
             for a in self._attempts
             if a.is_feasible
             and a.knobs not in self._failed_again
             and a.memory_gib is not None
-            and a.memory_gib < (best.memory_gib or 0.0)
+            and a.knobs != best.knobs
         ]
-        return max(smaller, key=_rate, default=None)
+        smaller = [a for a in others if (a.memory_gib or 0.0) < (best.memory_gib or 0.0)]
+        return max(smaller or others, key=_rate, default=None)
 
 
 def _rate(attempt: Attempt) -> float:

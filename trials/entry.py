@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ from trials.record import COMPOSED, SHORT_MICRO_STEPS, Knobs, RankReport, TrialS
 from trials.step import Stepper
 from trials.workload import Workload, load_workload
 
+if TYPE_CHECKING:
+    from trials.endurance import Endurance
+
 TIMED_SHARE = 0.7
 """Of a trial's time: its timed blocks end by then. The rest is for what follows them: memory, profile, FLOPs."""
 DRAIN_SHARE = 0.25
@@ -76,6 +79,7 @@ class Rank:
         )
         self.clock = clock_of(spec.device)
         self.limit: memory.CpuLimit | None = None
+        self.endurance: Endurance | None = None
         self._phase_started = time.perf_counter()
 
     def enter(self, phase: str) -> None:
@@ -157,6 +161,7 @@ class Rank:
         dataset = data.make_dataset(spec.data, spec.seq_len, workload.vocab_size, spec.world_size)
         loader = data.make_loader(dataset, knobs, self.rank, spec.world_size, spec.seed, spec.device)
         batches = iter(loader)
+        self._prepare_endurance(batches)
         self.enter("process_group")
         self._init_process_group()
         self._set_limit()
@@ -171,20 +176,18 @@ class Rank:
             torch.cuda.reset_peak_memory_stats()
         self.enter("warmup")
         expected_step_s = self._warm_up(stepper)
-        self.report.applied = {
-            **wrap.read_back(model),
-            **stepper.observed(),
-            **read_loader(loader, batches),
-            "attention_backend": attention_backend,
-            "fused_optimizer": bool(optimizer.defaults["fused"]),
-        }
-        wrap.compare(knobs, self.report.applied)
+        self._read_back(model, stepper, loader, optimizer, attention_backend)
         queued = knobs.num_workers * (knobs.prefetch_factor or 0)
         self._time(stepper, knobs, expected_step_s, queued)
+        if self.endurance:
+            self.endurance.finish(stepper, self.enter)
+            self.report.endurance = self.endurance.to_dict()
         self.enter("memory")
         if spec.device == "cuda":
             report = self.report
             report.allocated_bytes, report.reserved_bytes, _ = memory.cuda_peaks()
+            if self.endurance:
+                report.allocated_bytes, report.reserved_bytes = self.endurance.cuda_peaks()
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
         if spec.profile and self._is_fast_enough(knobs) and self._is_time_to_profile():
@@ -196,7 +199,8 @@ class Rank:
     def _time(self, stepper: Stepper, knobs: Knobs, expected_step_s: float, queued: int) -> None:
         """The timed blocks, from a loader whose queue holds nothing that was made ahead."""
         spec, report = self.spec, self.report
-        run = timing.whole_steps(stepper.step, self.clock)
+        step = self.endurance.watched(stepper.step) if self.endurance else stepper.step
+        run = timing.whole_steps(step, self.clock)
         batches_per_step = knobs.grad_accum_steps
         short = composed.ShortSteps(stepper, self.clock) if spec.composed else None
         if short is not None:
@@ -210,14 +214,15 @@ class Rank:
             retries_before = memory.cuda_peaks()[2]
         before_s = stepper.data_wait_s
         sustained_steps = math.ceil(QUEUES_TIMED * queued / batches_per_step)
-        measured = timing.run_blocks(
-            run,
-            self._slowest_of,
-            spec.measure,
-            expected_step_s,
-            max(spec.measure.min_steps, sustained_steps),
-            budget_s=self._left_s(),
-        )
+        with self.endurance.phase("train") if self.endurance else contextlib.nullcontext():
+            measured = timing.run_blocks(
+                run,
+                self._slowest_of,
+                spec.measure,
+                expected_step_s,
+                max(spec.measure.min_steps, sustained_steps),
+                budget_s=self._left_s(),
+            )
         report.data_wait_s = stepper.data_wait_s - before_s
         if short is not None:
             report.timing, report.step_parts_s = COMPOSED, short.whole_step()
@@ -266,6 +271,35 @@ class Rank:
         rate = report.micro_batch_tokens * knobs.grad_accum_steps / step_s
         return self.spec.profile_above is None or rate > self.spec.profile_above
 
+    def _read_back(
+        self,
+        model: ShardedModel,
+        stepper: Stepper,
+        loader: DataLoader[Tensor],
+        optimizer: torch.optim.Optimizer,
+        attention_backend: str,
+    ) -> None:
+        """What was really applied.
+
+        Raises:
+            TrialError: outcome `misapplied`; it is not what was asked for.
+        """
+        self.report.applied = {
+            **wrap.read_back(model),
+            **stepper.observed(),
+            **read_loader(loader, stepper.batches),
+            "attention_backend": attention_backend,
+            "fused_optimizer": bool(optimizer.defaults["fused"]),
+        }
+        wrap.compare(stepper.knobs, self.report.applied)
+
+    def _prepare_endurance(self, batches: Iterator[Tensor]) -> None:
+        if self.spec.checkpoint_dir is not None:
+            from trials.endurance import Endurance  # takes a while to import, and few trials need it
+
+            workers = [worker.pid for worker in getattr(batches, "_workers", [])]
+            self.endurance = Endurance(Path(self.spec.checkpoint_dir), self.spec.device, workers)
+
     def _profile(self, stepper: Stepper, num_queued: int) -> None:
         """After the memory's peak has been taken: the profiler's own is not the config's."""
         trace: Path | None = None
@@ -305,6 +339,8 @@ class Rank:
             memory.limit_cuda(limit_bytes)
         else:
             self.limit = memory.CpuLimit(limit_bytes)
+            if self.endurance:
+                self.endurance.base_bytes = self.limit.base_bytes
 
     def _build(self, workload: Workload, knobs: Knobs) -> ShardedModel:
         spec = self.spec

@@ -33,6 +33,7 @@ class Outcome(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10
     WRONG_NUMERICS = "wrong_numerics"
     UNCLEAN_DEVICE = "unclean_device"
     INTERRUPTED = "interrupted"
+    STORAGE_FAILED = "storage_failed"
 
     def __str__(self) -> str:
         return self.value
@@ -40,7 +41,9 @@ class Outcome(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10
 
 OUT_OF_MEMORY = frozenset({Outcome.OOM_DEVICE, Outcome.OOM_HOST})
 INFRASTRUCTURE = frozenset({Outcome.NODE_LOST, Outcome.UNCLEAN_DEVICE, Outcome.INTERRUPTED})
-"""Outcomes that say nothing about the config; only these are tried again."""
+"""Outcomes that say nothing about the config, on a machine that is to blame; only these are tried again."""
+NOT_OF_THE_CONFIG = INFRASTRUCTURE | {Outcome.STORAGE_FAILED}
+"""Outcomes that say nothing about the config. A disk that is full is full at the next attempt too."""
 
 OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
 """Of a config that its user chose: the model or the settings are wrong."""

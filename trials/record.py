@@ -228,8 +228,8 @@ class TrialSpec:
 
     trial: int
     stage: str
-    """baseline, explore, finalist, round; `survey` for the first job, which measures no config; `doctor` for one that
-    also looks at the machine."""
+    """baseline, explore, finalist, round, endurance; `survey` for the first job, which measures no config; `doctor` for
+    one that also looks at the machine."""
     workload: str
     """`decoder`, or `package.module:factory`."""
     model: dict[str, Any]
@@ -273,6 +273,8 @@ class TrialSpec:
     too, as trace-rank-N.json.gz in the trial's folder)."""
     profile_above: float | None = None
     """Tokens/s per rank: the profile is for a config that was measured faster. None: for any."""
+    checkpoint_dir: str | None = None
+    """Of an endurance run: after the timed blocks the config evaluates, and saves and loads a checkpoint there."""
 
     @property
     def num_warmup_steps(self) -> int:
@@ -295,7 +297,7 @@ class TrialSpec:
     def digest(self) -> str:
         """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
         values = dataclasses.asdict(self)
-        for label in ("trial", "stage", "round", "attempt", "import_paths"):
+        for label in ("trial", "stage", "round", "attempt", "import_paths", "checkpoint_dir"):
             del values[label]
         for beside_the_measurement in BESIDE_THE_MEASUREMENT:
             del values[beside_the_measurement]
@@ -328,7 +330,8 @@ class RankReport:
     reason: str = ""
     phase: str = "start"
     """What the rank was doing: start, data, process_group, build, first_step (or compile), warmup, drain, timed,
-    memory, profile, flops, done; without a config: node, survey, matmul_rate, bandwidth, process_group."""
+    memory, profile, flops, done; of an endurance run evaluate, save, step_after_save, load and step_after_load after
+    timed; without a config: node, survey, matmul_rate, bandwidth, process_group."""
     error_type: str = ""
     error: str = ""
     """Traceback, if the rank failed."""
@@ -367,6 +370,8 @@ class RankReport:
     """By checkpointing mode; without what a fused attention kernel computes again in its backward."""
     breakdown: dict[str, Any] | None = None
     """Of the profiled step: the fields of `trials.breakdown.Breakdown`."""
+    endurance: dict[str, Any] | None = None
+    """Of an endurance run: what `trials.endurance.Endurance` found."""
     host: str = ""
     device_name: str = ""
     torch_version: str = ""

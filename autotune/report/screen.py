@@ -83,7 +83,7 @@ class LineScreen(_Base):
         if attempt.reason:
             left = f"{attempt.reason.splitlines()[0][:80]}; {left}"
         self.message(
-            f"{cells['trial']:>4}  {cells['stage']:<8}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
+            f"{cells['trial']:>4}  {cells['stage']:<9}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
             f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8} memory  best {cells['best']:>7}  "
             f"{cells['settings']}  [{left}]"
         )

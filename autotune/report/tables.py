@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autotune.endurance import endurance_lines
 from autotune.errors import printable
 from autotune.report.text import (
     SHORT_NAMES,
@@ -54,6 +55,8 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         for line in [*timing_lines(name, figures), *bottleneck_lines(name, figures)]:
             console.print(Text(line), soft_wrap=True)
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
+    for line in endurance_lines(best["endurance"]) if best.get("endurance") else []:
+        console.print(Text(line), soft_wrap=True)
     advice = loader_advice(best)
     if advice:
         console.print(Text(advice), soft_wrap=True)

@@ -10,6 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
 
@@ -22,6 +23,8 @@ from trials.record import Knobs
 
 CONSTRAINT = "memory_over_limit"
 """Greater than 0 where a config does not fit, in units of the limit."""
+PRIOR = "prior"
+"""User attribute of trials that an earlier run has made: their values are estimates."""
 MAX_FREE_ASKS = 15
 """Answers in a row that need no trial, before a config is drawn from those that do."""
 
@@ -104,6 +107,14 @@ class Search:
         elif self.space.contains(knobs):
             self._add(knobs, told)
 
+    def prior(self, knobs: Knobs, told: Told) -> None:
+        """Takes in what an earlier run found of a config of this space: the sampler learns it, and it stays untried."""
+        self._add(knobs, told, {PRIOR: True})
+
+    def propose(self, knobs: Knobs) -> None:
+        """Has a config of this space asked for before the sampler draws its own."""
+        self._study.enqueue_trial(self.space.params(knobs))
+
     def _tell(self, trial: optuna.Trial, told: Told) -> None:
         state, value = _state_and_value(told)
         if state is not optuna.trial.TrialState.FAIL:
@@ -113,7 +124,7 @@ class Search:
         else:
             self._study.tell(trial, state=state)
 
-    def _add(self, knobs: Knobs, told: Told) -> None:
+    def _add(self, knobs: Knobs, told: Told, user_attrs: dict[str, Any] | None = None) -> None:
         state, value = _state_and_value(told)
         constraints = {} if state is optuna.trial.TrialState.FAIL else {CONSTRAINT: told.memory_over_limit}
         self._study.add_trial(
@@ -123,6 +134,7 @@ class Search:
                 params=self.space.params(knobs),
                 distributions=self.space.distributions(knobs),
                 constraints=constraints,
+                user_attrs=user_attrs,
             )
         )
 

@@ -142,6 +142,7 @@ def write_job(folder: Path, **sections: Any) -> Path:
         "measure": {"warmup_steps": 2, "min_steps": 3, "max_steps": 6, "rounds": 3, "num_finalists": 2},
         "output": "run",
     } | sections
+    job["measure"] = {"endurance_steps": 6} | job["measure"]
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path

@@ -1,0 +1,56 @@
+"""What a rank and its DataLoader workers take of the host's memory, and whether it goes on growing. Linux only."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CGROUP = Path("/sys/fs/cgroup")
+LEAST_GROWTH_BYTES = 8 * 2**20
+"""From one third of the steps to the next; below, allocators and page faults grow as much by themselves."""
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Resident memory of processes; one that has ended counts nothing. What they share is counted for each."""
+    total = 0
+    for pid in pids:
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total
+
+
+def available_bytes() -> int:
+    """What this host, or the container's limit (cgroup v2), still has to give."""
+    found = [
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return max(0, min(found))
+
+
+def growth_bytes_per_step(samples: Sequence[int]) -> float:
+    """What memory grows by from step to step; 0 where it does not go on growing.
+
+    The smaller of the two growths between the medians of successive thirds: memory that rises once, or levels off,
+    shows in one of them alone; a leak shows in both.
+
+    Args:
+        samples: one a step, in bytes; fewer than 6 say nothing.
+    """
+    third = len(samples) // 3
+    if third < 2:
+        return 0.0
+    first, second, last = (
+        statistics.median(part) for part in (samples[:third], samples[third : 2 * third], samples[-third:])
+    )
+    growth = min(second - first, last - second)
+    return growth / third if growth >= LEAST_GROWTH_BYTES else 0.0
