@@ -329,8 +329,8 @@ class _Step:
             temporaries = 0.0
         elif self.on_cpu:  # one tensor after the other
             temporaries = 2.0 * MASTER * shape.hidden_size * max(shape.vocab_size, shape.ffn_size) / self.shards
-        else:  # all tensors in one call
-            temporaries = 2.0 * MASTER * shape.num_params / self.shards
+        else:  # all tensors in one call: the roots of the second moments
+            temporaries = 1.0 * MASTER * shape.num_params / self.shards
         return self.states() | {
             "gradients": self.gradients(shape.num_params),
             "optimizer_temporaries": temporaries,
