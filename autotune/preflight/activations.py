@@ -68,7 +68,7 @@ def activations(shape: ModelShape, setting: Setting, knobs: Knobs) -> Activation
     fused, math_attention = knobs.compile, knobs.attention_backend == MATH
     tokens, size = knobs.micro_batch_size * shape.seq_len, setting.compute_bytes
     hidden, q, kv, ffn = shape.hidden_size, shape.q_size, shape.kv_size, shape.ffn_size
-    norm = _norm_bytes(shape, setting, fused)
+    norm = _Norm(shape, setting, fused)
     # Under DDP's autocast, the residual stream is as its fp32 weights make it.
     stream = MASTER if knobs.engine == "ddp" else size
     qkv_out = q + 2 * kv
@@ -83,13 +83,13 @@ def activations(shape: ModelShape, setting: Setting, knobs: Knobs) -> Activation
     elementwise = (3 if fused else 4) * ffn if shape.gated else 2 * ffn
     feed_forward = norm(hidden) + size * elementwise
     per_token = attention + feed_forward
-    rope = 0.0
+    rope, table = 0.0, 2.0 * MASTER * shape.seq_len * shape.head_size * shape.has_rope
     if shape.has_rope and size != MASTER:
         rope = 2.0 * shape.seq_len * shape.head_size * size
     matmul_outs = size * (qkv_out + q + 2 * hidden + (2 if shape.gated else 1) * ffn) + scores
     block_input = stream * hidden * tokens + rope
     # At the feed-forward's product: the gradients of the product and of both its factors, and of the residual stream.
-    gradients = stream * hidden + size * (2 if shape.gated else 1) * ffn
+    gradients: float = stream * hidden + size * (2 if shape.gated else 1) * ffn
     if math_attention:  # at the softmax: its gradient and the scores'; the feed-forward has been freed
         gradients = max(gradients, 2.0 * size * (shape.num_heads * shape.seq_len + hidden) - feed_forward)
     logits = float(shape.vocab_size * tokens * size)
@@ -104,8 +104,7 @@ def activations(shape: ModelShape, setting: Setting, knobs: Knobs) -> Activation
         again=whole - rope - stream * hidden * tokens * is_shared,
         kept_ops_again=whole - matmul_outs * tokens - rope + (size - stream * is_shared) * hidden * tokens,
         block_input=block_input,
-        inputs=8.0 * (tokens + knobs.micro_batch_size)
-        + 2.0 * MASTER * shape.seq_len * shape.head_size * shape.has_rope,
+        inputs=8.0 * (tokens + knobs.micro_batch_size) + table,
         hidden=stream * hidden * tokens,
         forward=size * (2 * hidden + (3 if shape.gated else 2) * ffn) * tokens,
         backward=gradients * tokens,
@@ -116,7 +115,7 @@ def activations(shape: ModelShape, setting: Setting, knobs: Knobs) -> Activation
     )
 
 
-class _norm_bytes:  # noqa: N801
+class _Norm:
     """Bytes a token that a norm of some width saves, its output included (the next matmul's input)."""
 
     def __init__(self, shape: ModelShape, setting: Setting, fused: bool) -> None:

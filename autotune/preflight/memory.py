@@ -28,7 +28,7 @@ TERMS = (
     "inputs",
 )
 Terms = dict[str, float]
-CPU_HEAP_BYTES = 24 * 2**20
+CPU_HEAP_BYTES = 32 * 2**20
 GLOO_COPIES = 4
 """Of a unit's reduction. Both measured on two ranks, with models of 1 to 3 million parameters."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.job import Model
-from trials.conventions import PALM_MATMUL
+from trials.conventions import PALM_MATMUL, PALM_MATMUL_CAUSAL
 from trials.shapes import PRESETS, DecoderConfig
 
 FUSED, EAGER, EAGER_HF = "fused", "eager", "eager_hf"
@@ -135,11 +135,9 @@ def _of_llama_like(config: Any, seq_len: int) -> ModelShape:
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     q_size, kv_size = heads * head_dim, config.num_key_value_heads * head_dim
     qk_norm = config.model_type == "qwen3"
-    bias = getattr(config, "attention_bias", False)
-    if bias:
-        biases = q_size + 2 * kv_size + hidden
-    else:
-        biases = (q_size + 2 * kv_size) if config.model_type == "qwen2" else 0
+    on_output = getattr(config, "attention_bias", False)
+    on_qkv = on_output or config.model_type == "qwen2"
+    biases = on_qkv * (q_size + 2 * kv_size) + on_output * hidden
     if getattr(config, "mlp_bias", False):
         biases += 2 * ffn + hidden
     attention, expert = 2 * hidden * (q_size + kv_size), 3 * hidden * ffn
@@ -213,7 +211,7 @@ def of_survey(found: Mapping[str, Any], precision: str, seq_len: int) -> ModelSh
     block_params = round(sizes[0] * 2**20 / (2 if precision == "bf16" else 4))
     root = int(found["num_params"]) - blocks * block_params
     scores = found["flops_per_token"] - found["flops_per_token_causal"]
-    hidden = round(scores / (PALM_MATMUL.per_score - 6) / seq_len / blocks)
+    hidden = round(scores / (PALM_MATMUL.per_score - PALM_MATMUL_CAUSAL.per_score) / seq_len / blocks)
     head = int(found["num_matmul_params"]) - blocks * block_params  # less than it is by norms and biases
     if hidden < 1 or head < 1 or block_params <= 4 * hidden**2:
         return None

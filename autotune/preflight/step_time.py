@@ -215,8 +215,7 @@ class _StepTime:
         if self.is_ddp:
             num_buckets = max(1.0, MASTER * shape.num_params / 2**20 / knobs.bucket_cap_mb)
             bucket = shape.num_params / num_buckets
-            hidden = _beyond(backward, self.reduction(bucket) * num_buckets)
-            return synced * hidden + (accumulation - synced) * 0.0
+            return synced * _beyond(backward, self.reduction(bucket) * num_buckets)
         gather, reduce = self.gather(unit_params), self.reduction(unit_params)
         again = self.gather(unit_params, knobs.reshard_group_size or None)
         kept = self.num_units if not knobs.reshard_after_forward else min(knobs.keep_last_units or 0, self.num_units)

@@ -63,7 +63,8 @@ class Run:
 
 def load() -> tuple[list[Run], dict[str, int]]:
     """Every usable row, and how many rows were left out for what."""
-    runs, left_out = [], {}
+    runs: list[Run] = []
+    left_out: dict[str, int] = {}
     with ROWS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             reason = _unusable(row)

@@ -11,6 +11,7 @@ from autotune.preflight.activations import Setting
 from autotune.preflight.memory import peak
 from autotune.preflight.shape import of_decoder
 from tests.ranks.harness import RankServer, make_spec, write_text
+from trials.outcome import Outcome
 from trials.record import Knobs
 from trials.shapes import PRESETS, DecoderConfig
 
@@ -70,7 +71,11 @@ def compare(server: RankServer, config: tuple[str, str, dict[str, Any]]) -> dict
     model = {field: value for field, value in vars(decoder).items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         source = write_text(Path(folder) / "text")
-        gang = server.run(make_spec(source, knobs, model={"config": model}, seq_len=seq_len, precision=precision))
+        spec = make_spec(source, knobs, model={"config": model}, seq_len=seq_len, precision=precision)
+        for _ in range(3):  # a port that was free may be taken by the time it is used
+            gang = server.run(spec)
+            if gang.outcome is Outcome.OK:
+                break
     reports = [report for report in gang.reports if report is not None]
     assert len(reports) == 2, str(gang)
     assert all(report.allocated_bytes for report in reports), str(gang)
