@@ -32,8 +32,9 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## overhead of a trial beside torchrun; prints tables, minutes
+benchmark: $(DEV)  ## overhead of a trial beside torchrun; predictions beside published runs and real trials; minutes
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.prediction
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV): a minute or more"

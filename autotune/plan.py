@@ -169,7 +169,7 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
     space = SearchSpace(job, Facts(device, len(sizes), sizes, cpus, trial_world))
     asked = tuple(dict.fromkeys((trial_world, job.batch.target_world_size, *worlds)))
     _check_worlds(asked, space)
-    peak = peak_for(name or "cpu", job.training.precision, given_tflops_per_s=job.cluster.peak_tflops_per_s)
+    peak = _peak(job, device, name)
     predictors = {world: closed_form(job, shape, device, name, world, job.cluster.peak_tflops_per_s) for world in asked}
 
     def planned(knobs: Knobs) -> Planned | None:
@@ -198,6 +198,15 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         baseline=planned(space.baseline),
         configs=tuple(one for one in map(planned, drawn) if one is not None) if shape else (),
     )
+
+
+def _peak(job: Job, device: str, name: str) -> Peak:
+    precision, given = job.training.precision, job.cluster.peak_tflops_per_s
+    if name or given is not None:
+        return peak_for(name, precision, given_tflops_per_s=given)
+    if device == "cpu":
+        return Peak(None, precision, "the run probes it; so no MFU is predicted")
+    return Peak(None, precision, "of no GPU in particular, so no MFU is predicted: name it by --device")
 
 
 def _check_worlds(worlds: Sequence[int], space: SearchSpace) -> None:

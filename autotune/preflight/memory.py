@@ -70,6 +70,8 @@ class _Step:
         self.acts = acts
         self.blocks_per_unit = 1 if self.is_ddp else min(knobs.blocks_per_unit or 1, shape.num_blocks)
         self.num_units = -(-shape.num_blocks // self.blocks_per_unit)
+        kept_last = min(knobs.keep_last_units or 0, self.num_units)
+        self.first_kept = self.num_units - kept_last if knobs.reshard_after_forward else 0
         self.unit_params = self.blocks_per_unit * shape.block_params
         self.held_back = knobs.grad_accum_steps > 1 and not knobs.sync_each_micro_batch
         self.stride = checkpoint_stride(knobs.activation_checkpointing)
@@ -104,7 +106,7 @@ class _Step:
 
     def is_kept(self, unit: int) -> bool:
         """Whether a unit's weights stay gathered after its forward."""
-        return not self.knobs.reshard_after_forward or unit >= self.num_units - (self.knobs.keep_last_units or 0)
+        return unit >= self.first_kept
 
     def unit_bytes(self) -> float:
         return float(self.compute * self.unit_params)
@@ -113,9 +115,7 @@ class _Step:
         """What the first `num_units` units keep between their forward and their backward."""
         if self.is_ddp:
             return self.casts(num_units)
-        kept = num_units if not self.knobs.reshard_after_forward else 0
-        if self.knobs.reshard_after_forward:
-            kept = max(0, num_units - (self.num_units - (self.knobs.keep_last_units or 0)))
+        kept = max(0, num_units - self.first_kept)
         spread = self.knobs.reshard_group_size
         parts = (num_units - kept) / spread if spread else 0.0
         return self.unit_bytes() * (kept + parts)
@@ -207,7 +207,7 @@ class _Step:
         block = min((unit + 1) * self.blocks_per_unit, self.shape.num_blocks) - 1
         ahead = 0 if self.is_ddp else min(self.forward_depth, self.num_units - 1 - unit)
         flat = self.knobs.engine == "fsdp2"
-        own = 0 if self.is_ddp or not (self.knobs.reshard_after_forward and not self.is_kept(unit)) else 1
+        own = not (self.is_ddp or self.is_kept(unit))
         return self._all() | {
             "gathered_weights": self.root() + self.kept(unit + 1) + self.unit_bytes() * (own + flat + ahead),
             "activations": self.saved(block + 1),

@@ -50,7 +50,7 @@ CONFIGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("wide-vocab", "fp32", {"micro_batch_size": 1, "blocks_per_unit": 3, **HELD_BACK}),
     ("wide-vocab", "bf16", {"micro_batch_size": 1, "reduce_dtype": "bf16", **HELD_BACK}),
     ("qk-norm", "fp32", {"micro_batch_size": 3}),
-    ("qk-norm", "fp32", {"activation_checkpointing": "full", "keep_last_units": 3, "blocks_per_unit": 2}),
+    ("qk-norm", "fp32", {"activation_checkpointing": "full", "keep_last_units": 2, "blocks_per_unit": 2}),
     ("qk-norm", "bf16", {"activation_checkpointing": "selective_op", "backward_prefetch_units": 2}),
     ("qk-norm", "fp32", {"activation_checkpointing": "full", "forward_prefetch_units": 3, "micro_batch_size": 1}),
     ("qk-norm", "bf16", {"blocks_per_unit": 6, "activation_checkpointing": "full", "grad_accum_steps": 2}),
