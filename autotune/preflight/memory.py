@@ -72,7 +72,6 @@ class _Step:
         self.num_units = -(-shape.num_blocks // self.blocks_per_unit)
         kept_last = min(knobs.keep_last_units or 0, self.num_units)
         self.first_kept = self.num_units - kept_last if knobs.reshard_after_forward else 0
-        self.unit_params = self.blocks_per_unit * shape.block_params
         self.held_back = knobs.grad_accum_steps > 1 and not knobs.sync_each_micro_batch
         self.stride = checkpoint_stride(knobs.activation_checkpointing)
         self.offloaded = bool(knobs.cpu_offload)
@@ -108,17 +107,24 @@ class _Step:
         """Whether a unit's weights stay gathered after its forward."""
         return unit >= self.first_kept
 
-    def unit_bytes(self) -> float:
-        return float(self.compute * self.unit_params)
+    def params_of(self, unit: int) -> int:
+        """The last unit may have fewer blocks than the others."""
+        blocks = min(self.blocks_per_unit, self.shape.num_blocks - unit * self.blocks_per_unit)
+        return blocks * self.shape.block_params
+
+    def unit_bytes(self, unit: int) -> float:
+        return float(self.compute * self.params_of(unit))
 
     def kept(self, num_units: int) -> float:
         """What the first `num_units` units keep between their forward and their backward."""
         if self.is_ddp:
             return self.casts(num_units)
-        kept = max(0, num_units - self.first_kept)
+        blocks = min(num_units * self.blocks_per_unit, self.shape.num_blocks)
+        freed = min(num_units, self.first_kept) * self.blocks_per_unit
+        freed = min(freed, blocks)
         spread = self.knobs.reshard_group_size
-        parts = (num_units - kept) / spread if spread else 0.0
-        return self.unit_bytes() * (kept + parts)
+        parts = freed / spread if spread else 0.0
+        return self.compute * self.shape.block_params * (blocks - freed + parts)
 
     def casts(self, num_blocks: int) -> float:
         """DDP: bf16 copies of weights that autocast made and the backward needs; checkpointed blocks make them anew."""
@@ -130,7 +136,7 @@ class _Step:
     def own(self, block: int) -> float:
         """Weights that a block's backward is computed with."""
         if not self.is_ddp:
-            return self.unit_bytes()
+            return self.unit_bytes(block // self.blocks_per_unit)
         recast = self.compute != MASTER and self.is_checkpointed(block)
         return float(self.compute * self.shape.block_params * recast)
 
@@ -138,7 +144,8 @@ class _Step:
         """All-gathers that are queued before `unit`'s backward, each in one flat buffer."""
         if self.is_ddp:
             return 0.0
-        return self.unit_bytes() * sum(not self.is_kept(u) for u in range(max(0, unit - self.depth), unit))
+        early = range(max(0, unit - self.depth), unit)
+        return sum(self.unit_bytes(other) for other in early if not self.is_kept(other))
 
     @property
     def depth(self) -> int:
@@ -174,11 +181,13 @@ class _Step:
     def moments(self) -> Iterator[tuple[str, Terms]]:
         last = self.num_units - 1
         # What grows and shrinks from unit to unit does so evenly: the ends, and the first with prefetches whole.
-        units = {last, max(0, last - 1), min(self.depth, last), 0}
-        for unit in {last, max(0, last - self.forward_depth)}:
+        late = {last, max(0, last - 1)}
+        units = late | {max(0, last - 2), min(self.depth, last), 0}
+        for unit in late | {max(0, last - self.forward_depth)}:
             yield f"forward of unit {unit + 1}", self._forward(unit)
         if self.knobs.engine == "fsdp2":
-            yield f"gathering of unit {last + 1}", self._gathering()
+            for unit in late:
+                yield f"gathering of unit {unit + 1}", self._gathering(unit)
         yield "loss", self._all() | {"logits_and_loss": self.acts.loss + self.acts.head}
         yield "forward's end", self._forward_end()
         yield "head's backward", self._head_backward()
@@ -205,22 +214,23 @@ class _Step:
     def _forward(self, unit: int) -> Terms:
         """Of the unit's last block. The flat buffer of its all-gather is let go by the next one's."""
         block = min((unit + 1) * self.blocks_per_unit, self.shape.num_blocks) - 1
-        ahead = 0 if self.is_ddp else min(self.forward_depth, self.num_units - 1 - unit)
-        flat = self.knobs.engine == "fsdp2"
-        own = not (self.is_ddp or self.is_kept(unit))
+        buffers = 0.0
+        if not self.is_ddp:
+            later = range(unit + 1, min(unit + 1 + self.forward_depth, self.num_units))
+            buffers = sum(self.unit_bytes(other) for other in later)
+            buffers += self.unit_bytes(unit) * ((not self.is_kept(unit)) + (not self.is_fsdp1))
         return self._all() | {
-            "gathered_weights": self.root() + self.kept(unit + 1) + self.unit_bytes() * (own + flat + ahead),
+            "gathered_weights": self.root() + self.kept(unit + 1) + buffers,
             "activations": self.saved(block + 1),
             "recomputed_block": self.acts.forward if self.is_checkpointed(block) else 0.0,
         }
 
-    def _gathering(self) -> Terms:
-        """Of the last unit in forward: its flat buffer, its weights that are copied out of it, and the one before's."""
-        last = self.num_units - 1
-        flats = 2 if last else 1
+    def _gathering(self, unit: int) -> Terms:
+        """In forward: the unit's flat buffer, its weights that are copied out of it, and the flat buffer before."""
+        before = self.unit_bytes(unit - 1) if unit else 0.0
         return self._all() | {
-            "gathered_weights": self.root() + self.kept(last) + self.unit_bytes() * (1 + flats),
-            "activations": self.saved(last * self.blocks_per_unit),
+            "gathered_weights": self.root() + self.kept(unit) + 2 * self.unit_bytes(unit) + before,
+            "activations": self.saved(unit * self.blocks_per_unit),
         }
 
     @property
@@ -236,7 +246,7 @@ class _Step:
             copies = 0.0 if self.compute == MASTER else float(self.compute * self.shape.num_params)
             everything["gathered_weights"] = copies
         elif not self.is_fsdp1:
-            everything["gathered_weights"] += self.unit_bytes()
+            everything["gathered_weights"] += self.unit_bytes(self.num_units - 1)
         return everything | {"logits_and_loss": self.acts.head + self.acts.logits}
 
     def _head_grad(self) -> float:
@@ -254,7 +264,7 @@ class _Step:
     def _head_backward(self) -> Terms:
         everything = self._all()
         last = self.num_units - 1
-        everything["gathered_weights"] += 0.0 if self.is_ddp or self.is_kept(last) else self.unit_bytes()
+        everything["gathered_weights"] += 0.0 if self.is_ddp or self.is_kept(last) else self.unit_bytes(last)
         head = self.acts.head + max(self.acts.logits + self.acts.hidden, self.acts.norm_backward)
         return everything | {"unit_gradients": self._head_grad(), "logits_and_loss": head}
 
@@ -262,7 +272,7 @@ class _Step:
         shape, size = self.shape, self.blocks_per_unit
         first_block, end = unit * size, min((unit + 1) * size, shape.num_blocks)
         later = (shape.num_blocks - end) * shape.block_params
-        reduce_before = self.reduce * self.unit_params if end < shape.num_blocks else self.in_flight()
+        reduce_before = self.reduce * self.params_of(unit + 1) if end < shape.num_blocks else self.in_flight()
         common = self.states() | {"gradients": self.gradients(later)}
         others = self.root() + self.kept(unit + self.is_ddp) + self.ahead(unit)
         block_grads = 0.0 if self.is_ddp or self.adds_in_place else self.compute * shape.block_params
@@ -343,12 +353,12 @@ class _Step:
         """
         live = max(sum(terms.values()) for _, terms in moments)
         if self.on_cpu:
-            return live + CPU_HEAP_BYTES + GLOO_COPIES * self.reduce * self.unit_params
+            return live + CPU_HEAP_BYTES + GLOO_COPIES * self.reduce * self.params_of(0)
         if self.is_ddp:
             return live
         sharded = 0.0 if self.offloaded else MASTER * self.shape.num_params / self.shards
         on_compute_stream = max(sum(terms.values()) - min(terms["gradients"], sharded) for _, terms in moments)
-        gathers = self.root() + self.unit_bytes()
+        gathers = self.root() + self.unit_bytes(0)
         if self.knobs.limit_all_gathers is False:  # the CPU may run ahead with the gathers of all blocks
             gathers = self.root() + self.compute * self.shape.num_blocks * self.shape.block_params
         return on_compute_stream + gathers + sharded
