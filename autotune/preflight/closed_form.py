@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, field
+from typing import Any
 
-from autotune.hardware import Device, Peak, find_device
+from autotune.hardware import Device, find_device
+from autotune.hardware import Peak as PeakRate
 from autotune.job import Job
 from autotune.preflight.activations import Setting, activations
-from autotune.preflight.memory import peak
+from autotune.preflight.memory import Peak, peak
 from autotune.preflight.prediction import Prediction
 from autotune.preflight.shape import ModelShape
-from autotune.preflight.step_time import CPU, NETWORK_GB_PER_S, Rates, step_terms
-from trials.record import Knobs
+from autotune.preflight.step_time import CPU, NETWORK_GB_PER_S, Rates, loader_wait_s, step_terms
+from autotune.search.feasible import HOST_ONLY
+from trials.record import KNOB_NAMES, Knobs
 
 GIB = 2**30
 
@@ -26,20 +30,32 @@ class ClosedForm:
     rates: Rates
     has_loader: bool = True
     """False: synthetic data, which costs nothing to load."""
+    _known: dict[tuple[Any, ...], tuple[Peak, dict[str, float]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By all knobs but the loader's: a space has many configs that differ in these alone."""
 
     def predict(self, knobs: Knobs) -> Prediction | None:
         if self.shape is None:
             return None
-        acts = activations(self.shape, self.setting, knobs)
-        found = peak(self.shape, self.setting, knobs, acts)
-        seconds = step_terms(self.shape, self.setting, knobs, self.rates, has_loader=self.has_loader, acts=acts)
+        key = _all_but_the_loader(knobs)
+        if key not in self._known:
+            acts = activations(self.shape, self.setting, knobs)
+            terms = step_terms(self.shape, self.setting, knobs, self.rates, acts=acts)
+            self._known[key] = peak(self.shape, self.setting, knobs, acts), terms
+        found, seconds = self._known[key]
+        busy_s = sum(seconds.values())
+        waiting_s = loader_wait_s(self.shape, knobs, busy_s) if self.has_loader else 0.0
         return Prediction(
             memory_terms={name: size / GIB for name, size in found.terms.items() if size},
             allocated_gib=found.allocated / GIB,
             reserved_gib=found.reserved / GIB,
-            time_terms={name: term for name, term in seconds.items() if term},
-            step_s=sum(seconds.values()),
+            time_terms={name: term for name, term in (seconds | {"loader": waiting_s}).items() if term},
+            step_s=busy_s + waiting_s,
         )
+
+
+_all_but_the_loader = operator.attrgetter(*(name for name in KNOB_NAMES if name not in HOST_ONLY))
 
 
 def closed_form(
@@ -80,7 +96,7 @@ def rates_of(row: Device | None, job: Job, device: str, peak_tflops_per_s: float
     )
 
 
-def mfu(prediction: Prediction, shape: ModelShape, knobs: Knobs, peak_of_rank: Peak) -> float | None:
+def mfu(prediction: Prediction, shape: ModelShape, knobs: Knobs, peak_of_rank: PeakRate) -> float | None:
     """Predicted MFU, a fraction; None without a peak."""
     if peak_of_rank.tflops_per_s is None:
         return None

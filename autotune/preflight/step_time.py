@@ -79,17 +79,24 @@ def step_terms(
     knobs: Knobs,
     rates: Rates,
     constants: Constants = FITTED,
-    *,
-    has_loader: bool = True,
     acts: Activations | None = None,
 ) -> dict[str, float]:
-    """Seconds of one optimizer step, by what takes them; hidden time is in none.
+    """Seconds of one optimizer step, by what takes them, but for the loader; hidden time is in none.
 
     Args:
         acts: where they are known already.
     """
-    acts = acts or activations(shape, setting, knobs)
-    return _StepTime(shape, setting, knobs, rates, constants, acts).terms(has_loader)
+    return _StepTime(shape, setting, knobs, rates, constants, acts or activations(shape, setting, knobs)).terms()
+
+
+def loader_wait_s(shape: ModelShape, knobs: Knobs, busy_s: float) -> float:
+    """Seconds of one optimizer step, busy for `busy_s`, in which a rank waits for batches."""
+    accumulation, workers = knobs.grad_accum_steps, knobs.num_workers
+    load = LOAD_S_PER_TOKEN * knobs.micro_batch_size * shape.seq_len
+    if workers == 0:
+        return accumulation * load
+    starved = max(0.0, load / workers - busy_s / accumulation)
+    return accumulation * (starved + LOADER_OVERLAP * load / workers / (knobs.prefetch_factor or 1))
 
 
 class _StepTime:
@@ -175,7 +182,7 @@ class _StepTime:
 
     # --- the step ---------------------------------------------------------------------------------------------
 
-    def terms(self, has_loader: bool) -> dict[str, float]:
+    def terms(self) -> dict[str, float]:
         knobs, shape, constants = self.knobs, self.shape, self.constants
         accumulation, layers = knobs.grad_accum_steps, shape.num_blocks
         matmul, attention, elementwise = self.block()
@@ -202,7 +209,6 @@ class _StepTime:
         terms["optimizer"] = self.optimizer()
         busy = sum(terms.values())
         terms["stragglers"] = busy * constants.doubling * max(0.0, math.log2(self.setting.world_size / 8))
-        terms["loader"] = self.loader(busy / accumulation) * accumulation if has_loader else 0.0
         return terms
 
     def exposed(self, forward: float, backward: float, synced: int) -> float:
@@ -238,15 +244,6 @@ class _StepTime:
         if self.knobs.cpu_offload:
             return moved / (HOST_GB_PER_S * 1e9)
         return moved / self.memory_rate
-
-    def loader(self, micro_step_s: float) -> float:
-        """Wait for one micro-batch."""
-        load = LOAD_S_PER_TOKEN * self.tokens
-        workers = self.knobs.num_workers
-        if workers == 0:
-            return load
-        starved = max(0.0, load / workers - micro_step_s)
-        return starved + LOADER_OVERLAP * load / workers / (self.knobs.prefetch_factor or 1)
 
 
 PCIE_GB_PER_S = 20.0

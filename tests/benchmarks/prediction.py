@@ -75,9 +75,8 @@ def rejected(runs: Iterable[Run]) -> tuple[list[Run], int]:
 
 
 def predicted_s(run: Run, constants: Constants) -> float:
-    return sum(
-        step_terms(run.shape, run.setting, run.knobs, run.rates, constants, has_loader=False, acts=run.acts).values()
-    )
+    """No loader: published runs had theirs tuned, or none."""
+    return sum(step_terms(run.shape, run.setting, run.knobs, run.rates, constants, run.acts).values())
 
 
 def fit(runs: Sequence[Run]) -> Constants:
