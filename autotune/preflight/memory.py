@@ -72,6 +72,8 @@ class _Step:
         self.num_units = -(-shape.num_blocks // self.blocks_per_unit)
         kept_last = min(knobs.keep_last_units or 0, self.num_units)
         self.first_kept = self.num_units - kept_last if knobs.reshard_after_forward else 0
+        # One rank copies its weights, and gathers nothing.
+        self.has_flat_buffers = knobs.engine == "fsdp2" and self.shards > 1
         self.held_back = knobs.grad_accum_steps > 1 and not knobs.sync_each_micro_batch
         self.stride = checkpoint_stride(knobs.activation_checkpointing)
         self.offloaded = bool(knobs.cpu_offload)
@@ -142,7 +144,7 @@ class _Step:
 
     def ahead(self, unit: int) -> float:
         """All-gathers that are queued before `unit`'s backward, each in one flat buffer."""
-        if self.is_ddp:
+        if self.is_ddp or self.shards == 1:
             return 0.0
         early = range(max(0, unit - self.depth), unit)
         return sum(self.unit_bytes(other) for other in early if not self.is_kept(other))
@@ -185,7 +187,7 @@ class _Step:
         units = late | {max(0, last - 2), min(self.depth, last), 0}
         for unit in late | {max(0, last - self.forward_depth)}:
             yield f"forward of unit {unit + 1}", self._forward(unit)
-        if self.knobs.engine == "fsdp2":
+        if self.has_flat_buffers:
             for unit in late:
                 yield f"gathering of unit {unit + 1}", self._gathering(unit)
         yield "loss", self._all() | {"logits_and_loss": self.acts.loss + self.acts.head}
@@ -218,7 +220,7 @@ class _Step:
         if not self.is_ddp:
             later = range(unit + 1, min(unit + 1 + self.forward_depth, self.num_units))
             buffers = sum(self.unit_bytes(other) for other in later)
-            buffers += self.unit_bytes(unit) * ((not self.is_kept(unit)) + (not self.is_fsdp1))
+            buffers += self.unit_bytes(unit) * ((not self.is_kept(unit)) + self.has_flat_buffers)
         return self._all() | {
             "gathered_weights": self.root() + self.kept(unit + 1) + buffers,
             "activations": self.saved(block + 1),
@@ -245,7 +247,7 @@ class _Step:
         if self.is_ddp:
             copies = 0.0 if self.compute == MASTER else float(self.compute * self.shape.num_params)
             everything["gathered_weights"] = copies
-        elif not self.is_fsdp1:
+        elif self.has_flat_buffers:
             everything["gathered_weights"] += self.unit_bytes(self.num_units - 1)
         return everything | {"logits_and_loss": self.acts.head + self.acts.logits}
 
@@ -264,7 +266,7 @@ class _Step:
     def _head_backward(self) -> Terms:
         everything = self._all()
         last = self.num_units - 1
-        everything["gathered_weights"] += 0.0 if self.is_ddp or self.is_kept(last) else self.unit_bytes(last)
+        everything["gathered_weights"] += 0.0 if self.shards == 1 or self.is_kept(last) else self.unit_bytes(last)
         head = self.acts.head + max(self.acts.logits + self.acts.hidden, self.acts.norm_backward)
         return everything | {"unit_gradients": self._head_grad(), "logits_and_loss": head}
 
@@ -324,7 +326,7 @@ class _Step:
             self.states()
             | {
                 "gradients": self.gradients(reduced_before + params),
-                "reduce_buffers": whole * (1 + self.on_cpu) + output,
+                "reduce_buffers": whole * (1 + (self.on_cpu and self.shards > 1)) + output,
             },
         )
 
