@@ -17,7 +17,7 @@ from autotune.hardware import Peak, find_device, peak_for
 from autotune.job import Job
 from autotune.preflight.closed_form import closed_form, mfu
 from autotune.preflight.prediction import Prediction
-from autotune.preflight.shape import ModelShape, of_model, of_survey
+from autotune.preflight.shape import ModelShape, of_model, of_surveyed
 from autotune.space import Facts, SearchSpace
 from trials.outcome import TrialError
 from trials.record import Knobs
@@ -233,7 +233,7 @@ def _count(job: Job) -> tuple[ModelShape | None, tuple[float, ...], str]:
     found = _build_and_count(job)
     whose = "transformers' code" if model.workload == "hf" else f"the code of {model.workload}"
     counted = f"{whose} ran here and built it on `meta`, to count it"
-    return of_survey(found, precision, model.seq_len), tuple(found["block_mib"]), counted
+    return of_surveyed(model, found, precision), tuple(found["block_mib"]), counted
 
 
 def _build_and_count(job: Job) -> dict[str, Any]:

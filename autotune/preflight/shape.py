@@ -86,6 +86,15 @@ def of_model(model: Model) -> ModelShape | None:
     return None
 
 
+def of_surveyed(model: Model, found: Mapping[str, Any], precision: str) -> ModelShape | None:
+    """Of a job's model that was surveyed: by its own words, else by what the survey counted.
+
+    Args:
+        found: what `trials.survey.survey_model` gives; `model` in study.yaml.
+    """
+    return of_model(model) or of_survey(found, precision, model.seq_len)
+
+
 def of_decoder(config: DecoderConfig, seq_len: int) -> ModelShape:
     """Of the built-in decoder, to the parameter."""
     hidden, head_dim = config.hidden_size, config.head_dim

@@ -171,6 +171,17 @@ def test_a_model_that_does_not_build_is_an_error(tmp_path: Path) -> None:
         make_plan(own_job(tmp_path, "UNHEARD_OF"))
 
 
+def test_a_model_whose_code_ends_the_process_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="building it on `meta` failed"):
+        make_plan(own_job(tmp_path, "__import__('os')._exit(3)"))
+
+
+def test_a_model_whose_code_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.plan.COUNT_TIMEOUT_S", 0.05)
+    with pytest.raises(UserError, match="not built on `meta` after"):
+        make_plan(own_job(tmp_path, "None"))
+
+
 def test_a_gpu_that_is_not_named_has_no_limit_and_no_mfu() -> None:
     plan = make_plan(make_job(cluster={"ranks_per_node": 2, "device": "cuda"}))
     assert plan.limit_gib is None
