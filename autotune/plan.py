@@ -73,8 +73,7 @@ class Plan:
             return "safe"
         free = self.limit_gib - (CONTEXT_GIB if self.device == "cuda" else 0.0)
         usable = free * (1 - self.job.cluster.memory_headroom)
-        least = found.reserved_gib if self.device == "cpu" else found.allocated_gib
-        if LEAST_OF_ALLOCATED * least > free:
+        if LEAST_OF_ALLOCATED * found.allocated_gib > free:
             return "sure_oom"
         return "risky" if MOST_OF_RESERVED * found.reserved_gib > usable else "safe"
 

@@ -89,10 +89,9 @@ def fit(runs: Sequence[Run]) -> Constants:
         predicted = np.log([predicted_s(run, constants) for run in runs])
         return np.concatenate([(predicted - measured) / 0.03, (log_constants - start) / 0.7])
 
-    shares = np.array(
-        [0.0 if field.name not in ("half_hidden", "half_tokens") else 12.0 for field in fields(Constants)]
-    )
-    bounds = (start - 2.5, np.minimum(start + 2.5, shares))
+    # All but two are shares, or seconds, and at most 1.
+    most = np.array([math.log(1e5) if field.name.startswith("half_") else 0.0 for field in fields(Constants)])
+    bounds = (start - 2.5, np.minimum(start + 2.5, most))
     found = least_squares(residuals, np.clip(start, bounds[0] + 1e-6, bounds[1] - 1e-6), bounds=bounds, loss="soft_l1")
     return Constants(*(float(value) for value in np.exp(found.x)))
 
