@@ -6,6 +6,9 @@ CONSTRAINTS := constraints.txt
 # Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py)
+# Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
+# forms beside published runs and real trials.
+BENCHMARKS := overhead composed verdict prediction
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
@@ -34,10 +37,8 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## overhead of a trial, composed steps, the verdict's false wins and power; prints tables, minutes
-	$(BIN)/python -m tests.benchmarks.overhead
-	$(BIN)/python -m tests.benchmarks.composed
-	$(BIN)/python -m tests.benchmarks.verdict
+benchmark: $(DEV)  ## each compares in one run and prints its tables; an hour in all, or BENCHMARKS="composed verdict"
+	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV): a minute or more"

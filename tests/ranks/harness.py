@@ -195,7 +195,7 @@ def run_script(script: Path, order: dict[str, Any], world_size: int, folder: Pat
     try:
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
-        codes = [None]
+        pytest.fail(f"{script.name} has not ended in {wait_s:.0f} s\n{show_logs(logs)}")
     finally:
         kill_groups([process.pid for process in processes])
     if any(codes):
