@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ class Scenario:
     cluster: str
     """More keys of `--simulate`."""
     blocks_per_unit: tuple[int, ...]
-    space: tuple[dict[str, object], ...]
+    space: tuple[Mapping[str, object], ...]
     engines: tuple[str, ...] = ("fsdp2",)
 
     def job(self) -> Job:
@@ -133,8 +133,9 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(
             "13b-32xA100", "llama2-13b", 4096, 8, 4, 8,
             "device='NVIDIA A100-SXM4-80GB' network_gb_per_s=25", (1, 2, 5),
-            (_COMPILE, {"num_workers": [1, 2, 4], "prefetch_factor": [2, 4]}, {"limit_all_gathers": [True, False], "backward_prefetch": ["pre", "post", "none"],
-             "forward_prefetch": [False, True], "replicate_degree": [1, 2], "forward_prefetch_units": [0, 2],
+            (_COMPILE, {"num_workers": [1, 2, 4], "prefetch_factor": [2, 4], "limit_all_gathers": [True, False],
+             "backward_prefetch": ["pre", "post", "none"], "forward_prefetch": [False, True],
+             "replicate_degree": [1, 2], "forward_prefetch_units": [0, 2],
              "keep_last_units": [0, 1]}),
             ("fsdp2", "fsdp1"),
         ),
@@ -213,13 +214,13 @@ class Landscape:
     def _enumerate(self) -> None:
         """All of `World.truth` at once."""
         shared, hidden, world = self._physics, self.world.hidden, self.world
-        log_time = sum(shared.table(name, hidden.level) for name in hidden.names)
-        log_time = log_time + sum(shared.pair_table(pair, hidden.pair) for pair in hidden.pairs)
-        memory = np.exp(sum(shared.table(name, hidden.memory_level) for name in MEMORY_KNOBS))
+        effects = [shared.table(name, hidden.level) for name in hidden.names]
+        effects += [shared.pair_table(pair, hidden.pair) for pair in hidden.pairs]
+        memory = np.exp(np.sum([shared.table(name, hidden.memory_level) for name in MEMORY_KNOBS], axis=0))
         fragments = np.array([hidden.fragments(knobs) for knobs in self.configs])
         judged = judge(shared.allocated * memory, shared.pools * memory, fragments, world.capacity_bytes)
         tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
-        self.rates = tokens / (shared.step_s * np.exp(log_time) * (1 + judged.retry_cost))
+        self.rates = tokens / (shared.step_s * np.exp(np.sum(effects, axis=0)) * (1 + judged.retry_cost))
         self.allocated_gib, self.needed_gib = shared.allocated * memory / GIB, judged.needed / GIB
         self.retries = judged.retries
         over = self.limits.over_limit
