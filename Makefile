@@ -7,8 +7,8 @@ CONSTRAINTS := constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py)
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
-# forms beside published runs and real trials.
-BENCHMARKS := overhead composed verdict prediction
+# forms beside published runs and real trials; the samplers on simulated clusters.
+BENCHMARKS := overhead composed verdict prediction search
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 

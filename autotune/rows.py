@@ -83,6 +83,8 @@ class Study:
     world_size: int
     achievable_tflops_per_s: float | None = None
     """Rate of one rank in the model's matmuls, if the job asked for it (`cluster.calibrate_peak`)."""
+    simulated: str = ""
+    """The modelled cluster that stood in for a real one; empty if everything was measured."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     assert knobs is not None
     model, peak = study.model, study.peak
     row = _identity(spec, result, study.study_id, log_path) | {
+        "simulated": bool(study.simulated),
         "limit_gib": study.limits.limit_gib,
         "peak_tflops_per_s": peak.tflops_per_s,
         "peak_dtype": peak.dtype,
@@ -204,7 +207,6 @@ def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str)
         "hosts": result.hosts,
         "workload_digest": workload_digest(spec),
         "loader_measured": spec.data["source"] != SYNTHETIC,
-        "simulated": False,
     }
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,9 @@ class Run:
     resume: bool = False
     warm_start: Sequence[Path] = ()
     other_model: bool = False
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._started = self.clock()
+        self._started = self.runner.clock.monotonic()
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
@@ -111,7 +109,7 @@ class Run:
         self.listener.message(survey.describe())
         self._refuse_an_empty_space()
         self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
-        self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
+        self.measurer = Measurer(self.study, self.out, self.runner, self.listener)
         self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
@@ -205,7 +203,7 @@ class Run:
 
     def _refuse_a_budget_without_trials(self) -> None:
         if self._out_of_time() and not self.measurer.begun(SIDE_BY_SIDE):
-            budget, spent_min = self.job.budget, (self.clock() - self._started) / 60
+            budget, spent_min = self.job.budget, (self.runner.clock.monotonic() - self._started) / 60
             raise UserError(
                 f"budget.minutes = {budget.minutes:g}: survey and baseline alone took {spent_min:.2g} min, and nothing "
                 "could be tried beside the baseline",
@@ -258,7 +256,7 @@ class Run:
 
     def _out_of_time(self) -> bool:
         minutes = self.job.budget.minutes
-        return minutes is not None and self.clock() - self._started > 60 * minutes
+        return minutes is not None and self.runner.clock.monotonic() - self._started > 60 * minutes
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self._deciding_trials()
@@ -341,7 +339,7 @@ class Run:
             verdict=verdict,
             num_out_of_memory=sum(a.outcome in OUT_OF_MEMORY for a in self._attempts),
             num_trials=len(self._attempts),
-            elapsed_s=self.clock() - self._started,
+            elapsed_s=self.runner.clock.monotonic() - self._started,
         )
 
     # --- one trial, and what is written of it -----------------------------------------------------------------
@@ -393,6 +391,7 @@ class Run:
             ),
             warm_start=[one.to_dict() for one in self._priors],
             complete=complete,
+            written_at_s=self.runner.clock.time(),
         )
         write_best(self.out / "best.yaml", content)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.clock import Clock
 from autotune.cluster.gang import GangResult
 from autotune.measuring import Listener
 from autotune.rows import Attempt
@@ -64,6 +65,8 @@ class ModelledRunner:
     """
 
     world_size, device, num_lost, num_slots = 2, "cpu", 0, 1
+    clock: Clock = time
+    simulated = ""
 
     def __init__(
         self,

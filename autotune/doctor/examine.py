@@ -136,7 +136,7 @@ def _by_ranks(known: Examination, runner: SlotRunner, folder: Path) -> Examinati
     survey: Survey | None = None
     if not troubles:
         try:
-            survey = survey_from_content(job, runner, survey_content(job, results[0]))
+            survey = survey_from_content(job, runner, survey_content(job, runner, results[0]))
         except UserError as error:
             troubles.append(Finding("problem", "job", error.message, error.hint, of_the_job=True))
     return replace(

@@ -29,14 +29,27 @@ def only_the_baseline_fits(spec: TrialSpec) -> Any:
     return 100.0 if spec.knobs.activation_checkpointing == "full" else out_of_memory(spec)
 
 
+class HalfAMinuteEach:
+    """The clock of a run in which each trial, and the survey, takes 30 s."""
+
+    def __init__(self, runner: ModelledRunner) -> None:
+        self._runner = runner
+
+    def monotonic(self) -> float:
+        return 30.0 * len(self._runner.specs)
+
+    def time(self) -> float:
+        return 1e9 + self.monotonic()
+
+
 def run(
     out: Path, behave: Callable[[TrialSpec], Any] = lambda _: 100.0, resume: bool = False, **job: Any
 ) -> ModelledRunner:
-    """A whole run in which each trial, and the survey, takes 30 s by the run's clock."""
     (out / "logs").mkdir(exist_ok=True)
     runner = ModelledRunner(behave)
+    runner.clock = HalfAMinuteEach(runner)
     asked = {"space": SPACE, "measure": {"rounds": 3}} | job
-    Run(make_job(**asked), out, runner, Silent(), resume, clock=lambda: 30.0 * len(runner.specs)).go()
+    Run(make_job(**asked), out, runner, Silent(), resume).go()
     return runner
 
 
