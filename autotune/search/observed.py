@@ -1,0 +1,85 @@
+"""What a study's trials have found so far, by index into the pool: read from Optuna's trials anew each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import optuna
+
+from autotune.search.pool import Floats, Indices, Pool
+from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
+
+CONSTRAINT = "memory_over_limit"
+"""Greater than 0 where a config does not fit, in units of the usable memory."""
+OUTCOME, DATA_WAIT, ANSWERED = "outcome", "data_wait_share", "answered_without_trial"
+"""User attributes of Optuna's trials."""
+
+
+@dataclass
+class Observed:
+    """Configs that ran, that ran out of memory, that run now."""
+
+    ran: list[int] = field(default_factory=list)
+    log_step: list[float] = field(default_factory=list)
+    """Log of 1 / throughput of each that ran: of its step time but for a constant."""
+    log_fill: list[float] = field(default_factory=list)
+    """Log of used / usable memory of each that ran; -inf without a limit."""
+    data_wait: list[float | None] = field(default_factory=list)
+    """Share of its step that each that ran waited for data."""
+    out_of_memory: list[int] = field(default_factory=list)
+    log_fill_above: list[float] = field(default_factory=list)
+    """What each that ran out of memory would at least have taken."""
+    running: list[int] = field(default_factory=list)
+    settled: set[int] = field(default_factory=set)
+    """Not to be proposed: tried, failed, running, or answered without a trial."""
+
+    @property
+    def num_tried(self) -> int:
+        return len(self.ran) + len(self.out_of_memory) + len(self.running)
+
+    def fitting(self) -> list[int]:
+        """Places in `ran` of those that fit."""
+        return [place for place, fill in enumerate(self.log_fill) if fill <= 0]
+
+
+def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
+    """Takes in finished and running trials; those that have no params yet say nothing."""
+    found = Observed()
+    for trial in trials:
+        if set(trial.params) == set() and pool.space.searched:
+            continue
+        index = pool.index_of_trial(trial)
+        outcome = trial.user_attrs.get(OUTCOME)
+        if outcome is not None and Outcome(outcome) in INFRASTRUCTURE:
+            continue
+        found.settled.add(index)
+        over = trial.constraints.get(CONSTRAINT)
+        if trial.user_attrs.get(ANSWERED):
+            continue
+        if not trial.state.is_finished():
+            found.running.append(index)
+        elif outcome == Outcome.OK and over is not None and trial.value is not None:
+            found.ran.append(index)
+            found.log_step.append(-math.log(trial.value))
+            found.log_fill.append(math.log1p(over) if over > -1 else -math.inf)
+            found.data_wait.append(trial.user_attrs.get(DATA_WAIT))
+        elif outcome is not None and Outcome(outcome) in OUT_OF_MEMORY and over is not None:
+            found.out_of_memory.append(index)
+            found.log_fill_above.append(math.log1p(over))
+    return found
+
+
+def most_telling(indices: list[int], values: list[float], at_most: int) -> tuple[Indices, Floats]:
+    """All points, or of more than `at_most` the lowest half and the latest half."""
+    places = list(range(len(indices)))
+    if len(places) > at_most:
+        lowest = sorted(places, key=lambda place: values[place])[: at_most // 2]
+        latest = [place for place in reversed(places) if place not in set(lowest)]
+        places = sorted([*lowest, *latest[: at_most - len(lowest)]])
+    return (
+        np.array([indices[place] for place in places], dtype=np.intp),
+        np.array([values[place] for place in places], dtype=np.float64),
+    )
