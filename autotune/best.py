@@ -25,6 +25,9 @@ HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
 # complete: false means that the run had not ended: the config is the best seen so far, not a verdict.
 """
+SIMULATED_HEADER = """\
+# SIMULATED: nothing here was measured; fingerprint.simulated_cluster says what stood in for a real cluster.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,13 @@ def best_content(
     verdict: Verdict | None,
     candidate: Knobs | None,
     complete: bool,
+    written_at_s: float,
 ) -> dict[str, Any]:
     """What best.yaml says. `settings` is the config to use: the baseline's own, where nothing beats it.
 
     Args:
         candidate: the config that `verdict` compares with the baseline, whether it won or not.
+        written_at_s: seconds since the epoch.
     """
     job, row = study.job, best.attempt.row
     unknown = "no config that fits was faster: keep your baseline" if complete else "not yet: the run has not ended"
@@ -130,8 +135,9 @@ def best_content(
             "nccl_version": row.get("nccl_version"),
             "world_size": study.world_size,
             "hosts": sorted(set(row["hosts"])),
-            "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "simulated": False,
+            "written_at": datetime.fromtimestamp(written_at_s, UTC).isoformat(timespec="seconds"),
+            "simulated": bool(study.simulated),
+            "simulated_cluster": study.simulated or None,
         },
     }
 
@@ -142,7 +148,8 @@ def _with_settings(evidence: Evidence, limits: Limits) -> dict[str, Any]:
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
     """Replaces best.yaml at once, so that a reader never sees half of it."""
-    write_whole(path, HEADER + yaml.safe_dump(content, sort_keys=False))
+    warning = SIMULATED_HEADER if content["fingerprint"]["simulated"] else ""
+    write_whole(path, HEADER + warning + yaml.safe_dump(content, sort_keys=False))
 
 
 def read_best(run: Path) -> dict[str, Any]:
@@ -213,6 +220,8 @@ class _Fingerprint(_Part):
     device_name: str | None
     torch_version: str | None
     written_at: str
+    simulated: bool = False
+    simulated_cluster: str | None = None
 
 
 class _File(_Part):
@@ -232,6 +241,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
     evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
     conventions = best["conventions"]
     advice = loader_advice(best)
+    simulated = fingerprint.get("simulated", False)
     label = mfu_label(conventions["peak_source"])
     limit = f" of {gib(conventions['limit_gib'])}" if conventions["limit_gib"] else ""
     return Best(
@@ -240,7 +250,8 @@ def to_exportable(best: dict[str, Any]) -> Best:
         world_size=training["target_world_size"],
         seq_len=training["seq_len"],
         evidence=[
-            f"Measured: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "
+            *([f"SIMULATED, not measured: {fingerprint.get('simulated_cluster')}"] if simulated else []),
+            f"{'Simulated' if simulated else 'Measured'}: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "
             f"{label} {percent(evidence['mfu'])} [{conventions['flops_convention']}], HFU {percent(evidence['hfu'])}, "
             f"peak memory {gib(evidence['reserved_gib'])} reserved{limit} per rank,",
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,11 @@ from autotune import __version__
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 
 EXIT_INTERRUPTED = 130
+SIMULATE = click.option(
+    "--simulate",
+    metavar="CLUSTER",
+    help="Measure nothing: ask a modelled cluster, e.g. \"nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3'\".",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,7 +63,10 @@ def init(template: str, output: Path) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the run (default: the job's `output`).")
 @click.option("--trials", type=click.IntRange(min=1), help="Trials to explore (overrides budget.trials).")
 @click.option("--resume", is_flag=True, help="Go on with the run in that folder; nothing it finished is run again.")
-def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None, resume: bool) -> None:
+@SIMULATE
+def run(
+    job: str, overrides: tuple[str, ...], output: Path | None, trials: int | None, resume: bool, simulate: str | None
+) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
     from autotune.job_file import load_job
 
@@ -66,7 +75,7 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
     loaded = load_job(job, overrides)
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
-    _run(loaded, job, resume)
+    _run(loaded, job, resume, simulate)
 
 
 @cli.command()
@@ -76,8 +85,15 @@ def run(job: str, overrides: tuple[str, ...], output: Path | None, trials: int |
 @click.option("--profile", is_flag=True, help="Keep a trace of one step of each rank; it opens in Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, on standard output.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder (default: the job's `output` + -measure).")
+@SIMULATE
 def measure(
-    job: str, settings: tuple[str, ...], repeat: int, profile: bool, as_json: bool, output: Path | None
+    job: str,
+    settings: tuple[str, ...],
+    repeat: int,
+    profile: bool,
+    as_json: bool,
+    output: Path | None,
+    simulate: str | None,
 ) -> None:
     """Measure one config of JOB by hand: its baseline, with the knobs that --set changes."""
     from autotune.job_file import load_job
@@ -90,7 +106,7 @@ def measure(
     def work(out: Path, runner: Any, screen: Any) -> Any:
         return measure_config(loaded, out, runner, screen, repeat, profile)
 
-    survey, attempts = _at_work(loaded, job, work, goes_on=False, to_stderr=as_json)
+    survey, attempts = _at_work(loaded, job, work, goes_on=False, to_stderr=as_json, simulate=simulate)
     if as_json:
         from autotune.report.text import json_safe
 
@@ -106,7 +122,7 @@ def measure(
     console.print(f"{'traces and output' if profile else 'output'}: {_shown(logs.absolute())}", soft_wrap=True)
 
 
-def _run(loaded: Any, name: str, resume: bool) -> None:
+def _run(loaded: Any, name: str, resume: bool, simulate: str | None) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
@@ -116,7 +132,7 @@ def _run(loaded: Any, name: str, resume: bool) -> None:
     def work(out: Path, runner: Any, screen: Any) -> Any:
         return Run(loaded, out, runner, screen, resume).go()
 
-    result = _at_work(loaded, name, work, resume=resume)
+    result = _at_work(loaded, name, work, resume=resume, simulate=simulate)
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
@@ -141,24 +157,26 @@ def _at_work(
     resume: bool = False,
     goes_on: bool = True,
     to_stderr: bool = False,
+    simulate: str | None = None,
 ) -> Any:
     """Does `work(out, runner, screen)` as the only driver of the job's folder, with Ray up.
 
     Args:
         goes_on: what is interrupted can be resumed.
+        simulate: the modelled cluster to ask instead.
     """
     from rich.console import Console
 
-    from autotune.cluster.runner import open_runner
     from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
 
     out = Path(loaded.output).absolute()
     shown = _shown(out)
+    open_runner, label = _runner(loaded, out, simulate)
     screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
-            check_resumable(out, loaded)
+            check_resumable(out, loaded, label)
             moved = None
         else:
             moved = prepare_folder(out, loaded)
@@ -166,12 +184,13 @@ def _at_work(
         if moved is not None:
             screen.message(f"  an earlier run was there: moved to {_shown(moved)}")
         try:
-            with open_runner(loaded, out / "logs" / "ray.log") as runner, screen:
+            with open_runner() as runner, screen:
                 return work(out, runner, screen)
         except KeyboardInterrupt:
             click.echo("autotune: interrupted; the ranks are gone, the history is kept", err=True)
             if goes_on:
-                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume", err=True)
+                again = f' --simulate "{label}"' if label else ""
+                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume{again}", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
             raise InfrastructureError(
@@ -179,6 +198,24 @@ def _at_work(
                 "what was measured before is kept"
                 + (f"; once it can be written: autotune run {shown}/job.yaml --resume" if goes_on else ""),
             ) from error
+
+
+def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], Any], str]:
+    """What opens the runner, and the modelled cluster's name; empty for a real one.
+
+    Raises:
+        UserError: `simulate` describes no cluster, or none that the job can run on.
+    """
+    if simulate is None:
+        from autotune.cluster.runner import open_runner
+
+        return lambda: open_runner(loaded, out / "logs" / "ray.log"), ""
+    from autotune.simulate.cluster import parse_cluster
+    from autotune.simulate.runner import SimulatedRunner, last_end_s, make_world
+
+    cluster = parse_cluster(simulate)
+    world = make_world(loaded, cluster)
+    return lambda: nullcontext(SimulatedRunner(world, last_end_s(out / "history"))), str(cluster)
 
 
 @cli.command()

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 
 from autotune.errors import UserError
 from autotune.job import Job
-from autotune.job_file import load_job
+from autotune.job_file import UNPARSABLE, load_job
 from trials.files import write_whole
 
 
@@ -63,8 +64,11 @@ MAY_CHANGE = frozenset({"budget", "output", "cluster.parallel_trials"})
 """Sections and keys that a resumed run may have otherwise: they decide how long it takes, not what it measures."""
 
 
-def check_resumable(out: Path, job: Job) -> None:
-    """Refuses to go on with another job's run.
+def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
+    """Refuses to go on with another job's run, or on another cluster where one of both is simulated.
+
+    Args:
+        simulated: the modelled cluster; empty for a real one.
 
     Raises:
         UserError: no run in `out`, or one of another job, with each difference; or it cannot be written.
@@ -83,10 +87,31 @@ def check_resumable(out: Path, job: Job) -> None:
             "\n".join([f"{out} holds the run of another job:", *different]),
             f"resume it as it was (autotune run {path} --resume), or start anew without --resume",
         )
+    _check_same_cluster(out, path, simulated)
     try:
         write_whole(path, job.to_yaml())
     except OSError as error:
         raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
+
+
+def _check_same_cluster(out: Path, job_path: Path, simulated: str) -> None:
+    """What is simulated and what is measured never stand in one history."""
+    path = out / "study.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (*UNPARSABLE, OSError):
+        return  # whoever reads it whole says what is wrong with it
+    then = content.get("simulated") or "" if isinstance(content, dict) else simulated
+    if then != simulated:
+        again = f'autotune run {job_path} --resume --simulate "{then}"' if then else f"autotune run {job_path} --resume"
+        raise UserError(
+            f"{out} holds a run {_on(then)}, which cannot go on {_on(simulated)}",
+            f"resume it as it was ({again}), or start anew without --resume",
+        )
+
+
+def _on(simulated: str) -> str:
+    return f"on a simulated cluster ({simulated})" if simulated else "on a real cluster"
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,7 +84,7 @@ class _Flight:
     """After which an outcome that says nothing about the config ends the run."""
     folder: Path
     began: float
-    """By the measurer's clock."""
+    """By the runner's clock."""
     began_at: float
     """Seconds since the epoch."""
 
@@ -98,7 +97,6 @@ class Measurer:
     out: Path
     runner: Runner
     listener: Listener
-    clock: Callable[[], float] = time.monotonic
     mean_trial_s: float | None = None
     turns_left: float = 0.0
     """Trials still to come; of those that run side by side, each counts as its share of one."""
@@ -252,14 +250,15 @@ class Measurer:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "spec.json", spec.to_json())
         self.listener.trial_started(spec, self.remaining_s())
-        self._flights[spec.trial] = _Flight(spec, last_attempt, folder, self.clock(), time.time())
+        clock = self.runner.clock
+        self._flights[spec.trial] = _Flight(spec, last_attempt, folder, clock.monotonic(), clock.time())
         self.runner.start(spec, folder, self._timeout_s(knobs))
 
     def _land(self) -> Attempt | None:
         """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
         spec, result = self.runner.next_ended()
         flight = self._flights.pop(spec.trial)
-        self._note_time(self.clock() - flight.began)
+        self._note_time(self.runner.clock.monotonic() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
         attempt = self._record(flight, self._compared(spec, result))
@@ -295,10 +294,9 @@ class Measurer:
 
     def _record_interrupted(self) -> None:
         flights, self._flights = list(self._flights.values()), {}
+        now_s = self.runner.clock.time()
         for flight in flights:
-            result = GangResult(
-                Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], flight.began_at, time.time()
-            )
+            result = GangResult(Outcome.INTERRUPTED, "the run was interrupted", None, {}, [], flight.began_at, now_s)
             self._record(flight, result)
 
     def _record(self, flight: _Flight, result: GangResult) -> Attempt:

@@ -76,6 +76,8 @@ class Study:
     limits: Limits
     space_hash: str
     world_size: int
+    simulated: str = ""
+    """The modelled cluster that stood in for a real one; empty if everything was measured."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     assert knobs is not None
     model, peak = study.model, study.peak
     row = _identity(spec, result, study.study_id, log_path) | {
+        "simulated": bool(study.simulated),
         "limit_gib": study.limits.limit_gib,
         "peak_tflops_per_s": peak.tflops_per_s,
         "peak_dtype": peak.dtype,
@@ -186,7 +189,6 @@ def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str)
         "hosts": result.hosts,
         "workload_digest": workload_digest(spec),
         "loader_measured": spec.data["source"] != SYNTHETIC,
-        "simulated": False,
     }
 
 

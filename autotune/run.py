@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,10 +61,9 @@ class Run:
     runner: Runner
     listener: Listener
     resume: bool = False
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._started = self.clock()
+        self._started = self.runner.clock.monotonic()
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
@@ -92,7 +90,7 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
-        self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.clock)
+        self.measurer = Measurer(self.study, self.out, self.runner, self.listener)
         self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
@@ -206,7 +204,7 @@ class Run:
 
     def _out_of_time(self) -> bool:
         minutes = self.job.budget.minutes
-        return minutes is not None and self.clock() - self._started > 60 * minutes
+        return minutes is not None and self.runner.clock.monotonic() - self._started > 60 * minutes
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self._deciding_trials()
@@ -274,7 +272,7 @@ class Run:
             verdict=verdict,
             num_out_of_memory=sum(a.outcome in OUT_OF_MEMORY for a in self._attempts),
             num_trials=len(self._attempts),
-            elapsed_s=self.clock() - self._started,
+            elapsed_s=self.runner.clock.monotonic() - self._started,
         )
 
     # --- one trial, and what is written of it -----------------------------------------------------------------
@@ -317,6 +315,7 @@ class Run:
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
             complete=complete,
+            written_at_s=self.runner.clock.time(),
         )
         write_best(self.out / "best.yaml", content)
 

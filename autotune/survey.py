@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from autotune.hardware import Peak, peak_for
 from autotune.job import Job
 from autotune.job_file import UNPARSABLE
 from autotune.measuring import MAX_RETRIES, make_spec
-from autotune.report.text import gib
+from autotune.report.text import SIMULATED, gib
 from autotune.rows import Limits, ModelFacts, Study
 from autotune.space import Facts, SearchSpace
 from trials.files import write_whole
@@ -52,7 +52,8 @@ class Survey:
         target = job.batch.target_world_size
         batch = job.global_batch_size
         return (
-            f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
+            (f"  SIMULATED, nothing is measured: {self.study.simulated}\n" if self.study.simulated else "")
+            + f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
             f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
             f"  data: {self.data}\n"
@@ -95,7 +96,7 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
         raise InfrastructureError(
             f"the survey of model and machine failed ({result.outcome}): {result.reason}", f"see {folder}"
         )
-    content = _content(job, result)
+    content = _content(job, runner, result)
     survey = _from_content(job, runner, content)
     content["space_hash"] = survey.space.hash
     content["candidates"] = {name: list(values) for name, values in survey.space.candidates.items()}
@@ -136,7 +137,7 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
     return survey
 
 
-def _content(job: Job, result: GangResult) -> dict[str, Any]:
+def _content(job: Job, runner: Runner, result: GangResult) -> dict[str, Any]:
     found = result.reports[0].survey
     assert found is not None
     device_name = result.reports[0].device_name
@@ -149,10 +150,13 @@ def _content(job: Job, result: GangResult) -> dict[str, Any]:
         given_tflops_per_s=job.cluster.peak_tflops_per_s,
         cpu_probe_tflops_per_s=sum(known) / len(known) if known else None,
     )
+    if runner.simulated:
+        peak = replace(peak, source=f"{SIMULATED}: {peak.source}")
     found = {name: value for name, value in found.items() if name != "cpu_peak_tflops_per_s"}  # said by `peak`
     return {
         "study_id": uuid.uuid4().hex[:12],
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started_at": datetime.fromtimestamp(runner.clock.time(), UTC).isoformat(timespec="seconds"),
+        SIMULATED: runner.simulated,
         "device_name": device_name,
         "world_size": len(result.reports),
         "peak": asdict(peak),
@@ -176,6 +180,7 @@ def _from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
         limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
         space_hash=space.hash,
         world_size=runner.world_size,
+        simulated=runner.simulated,
     )
     data = _describe_data(job, found, runner.world_size)
     return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data)
@@ -187,7 +192,7 @@ def _typed(kind: type[T], value: object) -> T:
 
 
 def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
-    if job.data.is_synthetic:
+    if job.data.is_synthetic or "num_sequences" not in found:  # nobody has read it
         return str(found["data"])
     batch = job.global_batch_size // job.batch.target_world_size * world_size
     return (

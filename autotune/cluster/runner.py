@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from autotune.clock import Clock
 from autotune.cluster.gang import GangResult, run_gang
 from autotune.cluster.nodes import demand_of
 from autotune.cluster.slots import READY_TIMEOUT_S, Slot, make_slot, make_slots, ray_session
@@ -28,6 +30,10 @@ class Runner(Protocol):
     device: str
     num_lost: int
     """Slots given up so far; equal before and after two trials that ran alone: both ran on one slot."""
+    clock: Clock
+    """By which its trials begin and end."""
+    simulated: str
+    """The modelled cluster that stands in for a real one, as `--simulate` takes it; empty for a real one."""
 
     @property
     def num_slots(self) -> int:
@@ -57,8 +63,11 @@ class SlotRunner:
     Only the gangs run in threads: slots are made, taken and given up by the driver's own.
     """
 
+    simulated = ""
+
     def __init__(self, job: Job, device: str) -> None:
         self.device = device
+        self.clock: Clock = time
         self.world_size = job.cluster.world_size
         self.num_lost = 0
         self._demand = demand_of(job.cluster, device)

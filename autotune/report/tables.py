@@ -28,7 +28,8 @@ ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") +
 def print_best(console: Console, best: dict[str, Any]) -> None:
     """The content of best.yaml: baseline beside best, and the settings to copy."""
     baseline, evidence = best["baseline"], best["evidence"]
-    state = "" if best["complete"] else " (the run has not ended)"
+    simulated = best["fingerprint"].get("simulated")
+    state = (", SIMULATED" if simulated else "") + ("" if best["complete"] else " (the run has not ended)")
     table = Table(title=f"Result{state}", title_justify="left", title_style="bold")
     for name in ("", "baseline", "best"):
         table.add_column(name, justify="left" if not name else "right")
@@ -90,7 +91,8 @@ def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
             "reserved": lambda row: gib(row["reserved_gib"]),
         }
     columns["differs from baseline"] = lambda row: differences(row["knobs"], baseline)
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    title = "SIMULATED: nothing was measured" if any(row["simulated"] for row in rows) else None
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), header_style="bold")
     for name in columns:
         text = name in ("stage", "outcome", "differs from baseline")
         table.add_column(name, justify="left" if text else "right", no_wrap=name in ("stage", "outcome"))

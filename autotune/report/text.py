@@ -34,6 +34,8 @@ SHORT_NAMES = {
     "attention_backend": "attention",
     "fused_optimizer": "fused adamw",
 }
+SIMULATED = "simulated"
+"""Marks what was not measured, wherever it is kept or shown."""
 LEAST_SHOWN = 0.005
 """Of a step; less is not listed."""
 
@@ -121,5 +123,6 @@ def duration(seconds: float | None) -> str:
 
 
 def mfu_label(peak_source: str | None) -> str:
-    """A CPU's peak is probed, not a datasheet's: the name says so."""
-    return "MFU (cpu probe)" if peak_source and peak_source.startswith("cpu probe") else "MFU"
+    """A CPU's peak is probed, not a datasheet's, and a simulated cluster has none: the name says so."""
+    known = next((kind for kind in ("cpu probe", SIMULATED) if peak_source and peak_source.startswith(kind)), None)
+    return f"MFU ({known})" if known else "MFU"

@@ -113,6 +113,7 @@ class TimedRunner:
     def __init__(self, inner: SlotRunner) -> None:
         self.inner, self.world_size, self.device = inner, inner.world_size, inner.device
         self.num_slots, self.num_lost = inner.num_slots, inner.num_lost
+        self.clock, self.simulated = inner.clock, inner.simulated
         self.spent_s, self.num_trials = 0.0, 0
 
     def is_free(self) -> bool:

@@ -1,0 +1,227 @@
+"""A truth and a die -> what the ranks of one attempt report, as real ranks would."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.job import Job
+from autotune.simulate.machine import GIB, Shape
+from autotune.simulate.world import Truth, World
+from trials.breakdown import Breakdown
+from trials.conventions import PALM_MATMUL, flops_per_token
+from trials.outcome import Outcome
+from trials.record import Knobs, Measure, RankReport, TrialSpec, checkpoint_stride
+from trials.timing import drift, relative_half_width
+
+LABEL = "simulated"
+SURVEY_S = 30.0
+START_S, BUILD_S_PER_GB = 9.0, 0.4
+COMPILE_S = 75.0
+BLOCK_SD = 0.004
+"""Between blocks of one run."""
+MEMORY_SD = 0.002
+"""Of what a run reserves: the same settings do not always make the same fragments."""
+DRIFT_PERIOD_S = 5 * 3600.0
+KERNELS_PER_BLOCK = 33
+RANK_SPREAD = 0.01
+"""Of compute, between the best rank of a gang and the slowest."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An attempt, but for where and when."""
+
+    outcome: Outcome
+    reason: str
+    failed_rank: int | None
+    reports: dict[int, RankReport]
+    seconds: float
+    """From start to clean-up."""
+
+
+def measure(world: World, spec: TrialSpec, slowness: float, now_s: float, drawn: random.Random) -> Measured:
+    """One attempt at `now_s` on a slot; noise comes from `drawn`."""
+    knobs = spec.knobs
+    assert knobs is not None
+    truth = world.truth(knobs, slowness)
+    phases = _phases(world, spec, knobs, truth)
+    run_factor = math.exp(drawn.gauss(0.0, world.cluster.noise))
+    # Fragments differ from run to run: near the limit, a config fits in one and not in the next.
+    memory_factor = 1 + drawn.gauss(0.0, MEMORY_SD)
+    if truth.needed_gib * memory_factor > truth.capacity_gib:
+        return _out_of_memory(world, truth, phases, drawn)
+    block_times_s, block_steps = _blocks(world, spec.measure, truth.step_s * run_factor, now_s, drawn)
+    num_steps = sum(block_steps)
+    step_s = sum(t * n for t, n in zip(block_times_s, block_steps, strict=True)) / num_steps
+    phases["timed"] = step_s * num_steps
+    if spec.profile:
+        phases["profile"] = 2.5 * step_s + 5
+    noise = np.random.default_rng(drawn.getrandbits(32))
+    own_s = step_s * np.exp(noise.normal(0.0, BLOCK_SD, (world.world_size, num_steps)))
+    reports = {}
+    for rank in range(world.world_size):
+        report = _report(world, rank)
+        report.outcome, report.phase = Outcome.OK.value, "done"
+        report.phase_s = dict(phases)
+        report.applied = knobs.to_dict()
+        report.micro_batch_tokens = knobs.micro_batch_size * spec.seq_len
+        report.num_steps, report.block_times_s, report.block_steps = num_steps, block_times_s, block_steps
+        report.own_step_times_s = own_s[rank].tolist()
+        report.data_wait_s = truth.parts["data_wait"] / truth.step_s * phases["timed"]
+        report.drift = drift(block_times_s)
+        report.losses = _losses(world.shape, spec, num_steps)
+        report.allocated_bytes = round(truth.allocated_gib * GIB)
+        report.reserved_bytes = round(min(truth.reserved_gib * memory_factor, truth.capacity_gib) * GIB)
+        report.alloc_retries = truth.retries * num_steps
+        report.attention_backend = "flash" if knobs.attention_backend == "auto" else knobs.attention_backend
+        if spec.profile:
+            report.breakdown = _breakdown(world, knobs, truth, step_s, rank, drawn).to_dict()
+        reports[rank] = report
+    reports[0].hardware_flops_per_token = hardware_flops_per_token(world.shape, knobs.activation_checkpointing)
+    return Measured(Outcome.OK, "", None, reports, sum(phases.values()))
+
+
+def _phases(world: World, spec: TrialSpec, knobs: Knobs, truth: Truth) -> dict[str, float]:
+    """Seconds before the clock, by what a rank does."""
+    first = "compile" if knobs.compile else "first_step"
+    queued = knobs.num_workers * (knobs.prefetch_factor or 0) / knobs.grad_accum_steps
+    own_gb = 12e-9 * world.shape.num_params / world.world_size
+    return {
+        "start": START_S,
+        "data": 1.0 + 0.1 * knobs.num_workers,
+        "process_group": 2.0 + 0.02 * world.world_size,
+        "build": 3.0 + BUILD_S_PER_GB * own_gb * 10,
+        first: 2.5 * truth.step_s + (COMPILE_S if knobs.compile else 2.0),
+        "warmup": spec.measure.warmup_steps * truth.step_s,
+        "drain": queued * truth.step_s,
+    }
+
+
+def _blocks(
+    world: World, measure_: Measure, step_s: float, now_s: float, drawn: random.Random
+) -> tuple[list[float], list[int]]:
+    """Blocks until the mean is known, by the rule of `trials.timing.run_blocks`."""
+    limit = max(measure_.max_steps, measure_.min_steps)
+    count = max(1, min(round(measure_.block_s / step_s), limit // 4))
+    times_s: list[float] = []
+    steps: list[int] = []
+    at_s = now_s + START_S
+    while sum(steps) < limit:
+        steps.append(min(count, limit - sum(steps)))
+        times_s.append(step_s * drift_factor(world, at_s) * math.exp(drawn.gauss(0.0, BLOCK_SD)))
+        at_s += steps[-1] * times_s[-1]
+        if sum(steps) >= measure_.min_steps and relative_half_width(times_s) <= measure_.rel_ci:
+            break
+    return times_s, steps
+
+
+def drift_factor(world: World, now_s: float) -> float:
+    """How the cluster's step times wander with its temperature and its neighbours."""
+    phase = 2 * math.pi * random.Random(f"{world.cluster.seed}:drift").random()
+    return 1 + world.cluster.drift * math.sin(2 * math.pi * now_s / DRIFT_PERIOD_S + phase)
+
+
+def _out_of_memory(world: World, truth: Truth, phases: dict[str, float], drawn: random.Random) -> Measured:
+    rank = drawn.randrange(world.world_size)
+    phase = "build" if truth.phase == "build" else next(name for name in ("compile", "first_step") if name in phases)
+    spent: dict[str, float] = {}
+    for name, seconds in phases.items():
+        spent[name] = seconds * (0.5 if name == phase else 1.0)
+        if name == phase:
+            break
+    total_gib = world.machine.memory_bytes / GIB
+    where = "" if truth.phase == "build" else f" of its {truth.phase}"
+    reason = (
+        f"out of memory in {phase}{where}: CUDA out of memory. Tried to allocate more than the "
+        f"{truth.capacity_gib:.2f} GiB it may have; GPU {rank % world.machine.gpus_per_node} has a total capacity of "
+        f"{total_gib:.2f} GiB ({LABEL})"
+    )
+    reports = {number: _report(world, number) for number in range(world.world_size)}
+    for report in reports.values():
+        report.phase, report.phase_s = phase, dict(spent)
+    failed = reports[rank]
+    failed.outcome, failed.reason, failed.error_type = Outcome.OOM_DEVICE.value, reason, "OutOfMemoryError"
+    return Measured(Outcome.OOM_DEVICE, reason, rank, reports, sum(spent.values()) + 2.0)
+
+
+def _report(world: World, rank: int) -> RankReport:
+    return RankReport(
+        rank=rank,
+        device_name=f"{world.cluster.device} ({LABEL})",
+        torch_version=LABEL,
+        driver_version=LABEL,
+        nccl_version=LABEL,
+    )
+
+
+def _breakdown(world: World, knobs: Knobs, truth: Truth, step_s: float, rank: int, drawn: random.Random) -> Breakdown:
+    """Of one rank's profiled step: what a faster rank does not compute, it waits for the slowest."""
+    scale = step_s / truth.step_s
+    seconds = {name: part * scale for name, part in truth.parts.items()}
+    ahead_s = seconds["compute"] * RANK_SPREAD * (drawn.random() if rank else 0.0)
+    cost = world.kernels.block(knobs.micro_batch_size, knobs.compile, knobs.attention_backend)
+    return Breakdown(
+        window_s=step_s,
+        compute_s=seconds["compute"] - ahead_s,
+        exposed_comm_s=seconds["exposed_comm"] + ahead_s,
+        exposed_copy_s=seconds["exposed_copy"],
+        data_wait_s=seconds["data_wait"],
+        optimizer_s=seconds["optimizer"],
+        idle_s=seconds["idle"],
+        comm_s=max(truth.comm_s * scale, seconds["exposed_comm"]) + ahead_s,
+        non_matmul_share=1 - truth.matmul_share,
+        median_kernel_us=1e6 * cost.forward_s / KERNELS_PER_BLOCK,
+    )
+
+
+def _losses(shape: Shape, spec: TrialSpec, num_steps: int) -> list[float]:
+    """The same for all settings, as it must be: they train alike."""
+    wobble = random.Random(f"{spec.seed}:losses")
+    count = spec.measure.warmup_steps + 1 + num_steps
+    return [math.log(shape.vocab) * math.exp(-step / 400) * (1 + wobble.gauss(0.0, 2e-3)) for step in range(count)]
+
+
+def hardware_flops_per_token(shape: Shape, mode: str) -> float:
+    """What a forward and a backward execute: the convention's count, and what blocks compute again.
+
+    Full checkpointing runs a block's forward again but for its last matmul; selective keeps all matmuls.
+    """
+    needed = flops_per_token(shape.num_matmul_params, shape.num_layers, shape.q_size, shape.seq_len)
+    stride = 1 if mode == "full" else checkpoint_stride(mode)
+    if stride is None:
+        return needed
+    again = 2 * (shape.block_matmul_params - shape.hidden * shape.ffn) + 4 * shape.q_size * shape.seq_len
+    return needed + math.ceil(shape.num_layers / stride) * again
+
+
+def survey_reports(world: World) -> dict[int, RankReport]:
+    """The survey of model and machine, as counts: nothing is built."""
+    shape, job = world.shape, world.job
+    found = survey_facts(job, shape) | {
+        "cpus_allowed": world.cluster.cpus_per_node,
+        "device_memory_gib": world.machine.memory_bytes / GIB,
+    }
+    reports = {rank: _report(world, rank) for rank in range(world.world_size)}
+    for report in reports.values():
+        report.outcome, report.phase, report.survey = Outcome.OK.value, "done", found
+    return reports
+
+
+def survey_facts(job: Job, shape: Shape) -> dict[str, object]:
+    """What `trials.survey.survey_model` says of the built-in decoder, from its shape."""
+    arguments = (shape.num_matmul_params, shape.num_layers, shape.q_size, shape.seq_len)
+    return {
+        "num_params": shape.num_params,
+        "num_matmul_params": shape.num_matmul_params,
+        "num_blocks": shape.num_layers,
+        "block_mib": [shape.block_bytes / 2**20] * shape.num_layers,
+        "flops_per_token": flops_per_token(*arguments, "6N+12Lds"),
+        "flops_per_token_causal": flops_per_token(*arguments, "6N+6Lds"),
+        "flops_convention": PALM_MATMUL.name,
+        "is_random": False,
+        "data": f"{job.data.source}, not read ({LABEL})",
+    }
