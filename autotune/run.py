@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
+from autotune.preflight.prediction import Predictor
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt
+from autotune.search.stopping import Stopping
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
-from autotune.survey import load_survey, take_survey
+from autotune.survey import Survey, load_survey, note_stop, take_survey
 from autotune.verdict import Verdict, compare
 from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
@@ -61,6 +63,8 @@ class Run:
     runner: Runner
     listener: Listener
     resume: bool = False
+    predictor_for: Callable[[Survey], Predictor | None] = lambda _: None
+    """Makes the closed forms for what was surveyed; None where they know nothing of it."""
 
     def __post_init__(self) -> None:
         self._started = self.runner.clock.monotonic()
@@ -97,7 +101,20 @@ class Run:
         self.listener.message(f"  estimate: {self._estimate()}")
         # Reseeded when resumed: else the sampler would draw again what it drew at first.
         seed = self.job.seed + len(self.measurer.begun("explore"))
-        self.search = Search(self.space, self.job.sampler, seed, self.out / "logs" / "optuna.log")
+        limits = self.study.limits
+        self.search = Search(
+            self.space,
+            self.job.sampler,
+            seed,
+            self.out / "logs" / "optuna.log",
+            predictor=self.predictor_for(survey),
+            limit_gib=limits.limit_gib,
+            headroom=limits.headroom,
+            num_parallel=self.runner.num_slots,
+            say=self.listener.message,
+        )
+        self.measurer.predict = self.search.predicted_columns
+        self.stopping = Stopping(self.job.budget, self.runner.world_size * self.runner.num_slots)
 
     def _planned_trials(self) -> int:
         return 1 + self.job.budget.trials + self._deciding_trials()
@@ -126,7 +143,7 @@ class Run:
 
     def _measure_baseline(self) -> Attempt:
         knobs = self.space.baseline
-        self.listener.baseline_known(knobs, sum(1 for _ in self.space.configs()))
+        self.listener.baseline_known(knobs, self.space.num_configs)
         attempt = self._trial(knobs, "baseline")
         if attempt.outcome in OUT_OF_MEMORY:
             careful = self._careful()
@@ -185,26 +202,33 @@ class Run:
         begun = self._begun()
         # What an earlier life began may be under way again when the search, which is not told yet, proposes it.
         asked = (knobs for knobs in iter(self.search.ask, None) if knobs not in begun)
-        for number, knobs in enumerate(itertools.chain(begun, asked), start=1):
+        for num_proposed, knobs in enumerate(itertools.chain(begun, asked), start=1):
+            self._record_rejected()
             yield knobs
-            if number == self.job.budget.trials:
-                return
-            if self._out_of_time():
-                self.listener.message("  budget.minutes is used up: on to the finalists")
-                return
-        self.listener.message("  every config worth a trial has been tried")
+            reason = self.stopping.reason(num_proposed, self._elapsed_s())
+            if reason is not None:
+                return self._end_search(reason)
+        self._record_rejected()
+        return self._end_search("every config worth a trial has been tried")
+
+    def _end_search(self, reason: str) -> None:
+        self.listener.message(f"  the search ends: {reason}")
+        note_stop(self.out, reason)
+
+    def _record_rejected(self) -> None:
+        for knobs in self.search.take_rejected():
+            self.measurer.record_predicted_oom(knobs)
 
     def _begun(self) -> list[Knobs]:
         """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
         begun = self.measurer.begun(SIDE_BY_SIDE)
-        asked = set(self.space.configs()) if begun else set()
-        if not asked.issuperset(begun):
+        known = [knobs for knobs in begun if self.space.contains(knobs)]
+        if len(known) < len(begun):
             self.listener.message("  skipped configs of the history that are not in the space")
-        return [knobs for knobs in begun if knobs in asked]
+        return known
 
-    def _out_of_time(self) -> bool:
-        minutes = self.job.budget.minutes
-        return minutes is not None and self.runner.clock.monotonic() - self._started > 60 * minutes
+    def _elapsed_s(self) -> float:
+        return self.runner.clock.monotonic() - self._started
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self._deciding_trials()
@@ -272,7 +296,7 @@ class Run:
             verdict=verdict,
             num_out_of_memory=sum(a.outcome in OUT_OF_MEMORY for a in self._attempts),
             num_trials=len(self._attempts),
-            elapsed_s=self.runner.clock.monotonic() - self._started,
+            elapsed_s=self._elapsed_s(),
         )
 
     # --- one trial, and what is written of it -----------------------------------------------------------------
@@ -287,6 +311,8 @@ class Run:
             self._profiled[attempt.knobs] = attempt
         if attempt.stage in ("baseline", "explore"):
             self.search.tell(attempt.knobs, attempt.told)
+            if attempt.stage == SIDE_BY_SIDE:
+                self.stopping.count(attempt.tokens_per_s_per_rank if attempt.is_feasible else None)
             self._attempts.append(attempt)
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt

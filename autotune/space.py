@@ -373,6 +373,11 @@ class SearchSpace:
         """Whether the space is small enough that all of it is looked at; of a larger one, a part is drawn."""
         return self.num_draws <= MAX_ENUMERATED
 
+    @property
+    def num_configs(self) -> int:
+        """Distinct configs; of a space too large to be enumerated, the draws that make them."""
+        return len(self._draws) if self.is_enumerable else self.num_draws
+
     @functools.cached_property
     def _draws(self) -> dict[Knobs, dict[str, Any]]:
         """Every config of the space, and the first draw of candidates that makes it."""

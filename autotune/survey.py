@@ -199,3 +199,11 @@ def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
         f"{found['data']}; {_typed(int, found['num_sequences']):,} sequences, the first comes again after "
         f"{found['num_sequences'] / batch:,.1f} steps of a trial"
     )
+
+
+def note_stop(out: Path, reason: str) -> None:
+    """Adds to study.yaml why the search ended."""
+    path = out / FILE_NAME
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content["search_ended"] = reason
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))

@@ -33,6 +33,8 @@ class Outcome(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10
     WRONG_NUMERICS = "wrong_numerics"
     UNCLEAN_DEVICE = "unclean_device"
     INTERRUPTED = "interrupted"
+    PREDICTED_OOM = "predicted_oom"
+    """Proposed by the search, and not tried."""
 
     def __str__(self) -> str:
         return self.value

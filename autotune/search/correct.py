@@ -135,7 +135,7 @@ class Corrected:
         assumed, tables = self._assumed, self._tables
         single, pairs = tables.sums(a, b)
         alike = tables.structure(a)[:, None] == tables.structure(b)
-        return assumed.structure**2 * alike + assumed.knob**2 * (single + assumed.pair_share * pairs)
+        return np.asarray(assumed.structure**2 * alike + assumed.knob**2 * (single + assumed.pair_share * pairs))
 
     def _scaled(self, likeness: Floats, scale: float) -> Floats:
         return self._assumed.common**2 + scale**2 * likeness
@@ -182,14 +182,14 @@ class Fit:
     def __init__(self, pool: Pool, tables: Tables, observed: Observed) -> None:
         self._pool = pool
         self._log_fill: Corrected | None = None
-        if pool.usable_gib is not None:
+        if pool.limit_gib is not None:
             self._log_fill = Corrected(
                 pool,
                 tables,
                 MEMORY,
                 "log_fill",
-                most_telling(observed.ran, observed.log_fill, MAX_POINTS // 2),
-                above=most_telling(observed.out_of_memory, observed.log_fill_above, MAX_POINTS // 4),
+                most_telling(observed.measured, observed.log_fill, MAX_POINTS // 2),
+                above=most_telling(observed.too_large, observed.log_fill_above, MAX_POINTS // 4),
                 running=np.array(observed.running, dtype=np.intp),
             )
 

@@ -15,23 +15,28 @@ from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
 CONSTRAINT = "memory_over_limit"
 """Greater than 0 where a config does not fit, in units of the usable memory."""
 OUTCOME, DATA_WAIT, ANSWERED = "outcome", "data_wait_share", "answered_without_trial"
+RESERVED, ALLOCATOR_FULL = "reserved_share", "allocator_was_full"
 """User attributes of Optuna's trials."""
 
 
 @dataclass
 class Observed:
-    """Configs that ran, that ran out of memory, that run now."""
+    """What is known of configs, each figure with the configs that it is known of."""
 
     ran: list[int] = field(default_factory=list)
     log_step: list[float] = field(default_factory=list)
     """Log of 1 / throughput of each that ran: of its step time but for a constant."""
-    log_fill: list[float] = field(default_factory=list)
-    """Log of used / usable memory of each that ran; -inf without a limit."""
+    fits: list[bool] = field(default_factory=list)
+    """Whether each that ran left as much memory free as it must."""
     data_wait: list[float | None] = field(default_factory=list)
     """Share of its step that each that ran waited for data."""
-    out_of_memory: list[int] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    log_fill: list[float] = field(default_factory=list)
+    """Log of used / usable memory of each whose memory was measured."""
+    too_large: list[int] = field(default_factory=list)
     log_fill_above: list[float] = field(default_factory=list)
-    """What each that ran out of memory would at least have taken."""
+    """What each that found no memory, or not at once, would at least have taken."""
+    out_of_memory: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     settled: set[int] = field(default_factory=set)
     """Not to be proposed: tried, failed, running, or answered without a trial."""
@@ -39,10 +44,6 @@ class Observed:
     @property
     def num_tried(self) -> int:
         return len(self.ran) + len(self.out_of_memory) + len(self.running)
-
-    def fitting(self) -> list[int]:
-        """Places in `ran` of those that fit."""
-        return [place for place, fill in enumerate(self.log_fill) if fill <= 0]
 
 
 def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
@@ -56,20 +57,34 @@ def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
         if outcome is not None and Outcome(outcome) in INFRASTRUCTURE:
             continue
         found.settled.add(index)
-        over = trial.constraints.get(CONSTRAINT)
         if trial.user_attrs.get(ANSWERED):
             continue
         if not trial.state.is_finished():
             found.running.append(index)
-        elif outcome == Outcome.OK and over is not None and trial.value is not None:
-            found.ran.append(index)
-            found.log_step.append(-math.log(trial.value))
-            found.log_fill.append(math.log1p(over) if over > -1 else -math.inf)
-            found.data_wait.append(trial.user_attrs.get(DATA_WAIT))
-        elif outcome is not None and Outcome(outcome) in OUT_OF_MEMORY and over is not None:
-            found.out_of_memory.append(index)
-            found.log_fill_above.append(math.log1p(over))
+        over = trial.constraints.get(CONSTRAINT)
+        if outcome is not None and over is not None:
+            _take_in(found, index, Outcome(outcome), over, trial)
     return found
+
+
+def _take_in(found: Observed, index: int, outcome: Outcome, over: float, trial: optuna.trial.FrozenTrial) -> None:
+    if outcome in OUT_OF_MEMORY:
+        # A host's memory is another one.
+        if outcome is Outcome.OOM_DEVICE:
+            found.out_of_memory.append(index)
+            found.too_large.append(index)
+            found.log_fill_above.append(math.log1p(over))
+    elif outcome is Outcome.OK and trial.value is not None:
+        found.ran.append(index)
+        found.log_step.append(-math.log(trial.value))
+        found.fits.append(over <= 0)
+        found.data_wait.append(trial.user_attrs.get(DATA_WAIT))
+        if trial.user_attrs.get(ALLOCATOR_FULL):
+            found.too_large.append(index)
+            found.log_fill_above.append(0.0)
+        elif over > -1:
+            found.measured.append(index)
+            found.log_fill.append(math.log(max(1 + over, trial.user_attrs.get(RESERVED, 0.0))))
 
 
 def most_telling(indices: list[int], values: list[float], at_most: int) -> tuple[Indices, Floats]:

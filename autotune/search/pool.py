@@ -26,15 +26,21 @@ class Pool:
     """All configs of a space, or a part of a large one, by index.
 
     Args:
-        usable_gib: memory that a config may take, per rank; None: no limit is known.
+        limit_gib: memory per rank; None: not known, everything is taken to fit.
+        headroom: share of it that a config must leave free.
         seed: of what is drawn.
     """
 
     def __init__(
-        self, space: SearchSpace, predictor: Predictor | None = None, usable_gib: float | None = None, seed: int = 0
+        self,
+        space: SearchSpace,
+        predictor: Predictor | None = None,
+        limit_gib: float | None = None,
+        headroom: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.space = space
-        self.usable_gib = usable_gib
+        self.limit_gib, self.headroom = limit_gib, headroom
         self._predictor = predictor
         self.configs: list[Knobs] = []
         self._index: dict[Knobs, int] = {}
@@ -86,9 +92,11 @@ class Pool:
         return [indices.get(name, len(self.space.candidates[name])) for name in self.space.searched]
 
     def _log_fill_of(self, prediction: Prediction | None) -> float:
-        if prediction is None or self.usable_gib is None:
+        if prediction is None or self.limit_gib is None:
             return math.nan
-        return math.log(self.judged_gib(prediction) / self.usable_gib)
+        fill = self.judged_gib(prediction) / (1 - self.headroom) / self.limit_gib
+        # On CUDA it is live bytes that are judged, but an allocator that takes all there is has to begin anew.
+        return math.log(max(fill, prediction.reserved_gib / self.limit_gib))
 
     def judged_gib(self, prediction: Prediction) -> float:
         """On the scale that decides whether a config fits: CUDA's live bytes; on a CPU what the limit sees."""

@@ -27,7 +27,7 @@ def seeds(pool: Pool, fit: Fit, step_time: Corrected, is_open: Mask, num_seeds: 
         is_open: which of the pool are worth a trial.
     """
     fill = fit.log_fill()
-    predicted = np.isfinite(pool.log_step) & (np.isfinite(pool.log_fill) | (pool.usable_gib is None))
+    predicted = np.isfinite(pool.log_step) & (np.isfinite(pool.log_fill) | (pool.limit_gib is None))
     fitting = is_open & predicted & (fill <= math.log(FILL))
     by_mode: dict[str, list[int]] = {}
     for index in np.flatnonzero(fitting):

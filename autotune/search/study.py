@@ -23,7 +23,16 @@ from autotune.preflight.guarded import Guarded
 from autotune.preflight.prediction import Prediction, Predictor
 from autotune.search.correct import Fit, Zone, step_time
 from autotune.search.feasible import dominating_oom
-from autotune.search.observed import ANSWERED, CONSTRAINT, DATA_WAIT, OUTCOME, Observed, observe
+from autotune.search.observed import (
+    ALLOCATOR_FULL,
+    ANSWERED,
+    CONSTRAINT,
+    DATA_WAIT,
+    OUTCOME,
+    RESERVED,
+    Observed,
+    observe,
+)
 from autotune.search.pool import Pool
 from autotune.search.residual.acquisition import SAFE
 from autotune.search.residual.kernel import Tables
@@ -49,6 +58,10 @@ class Told:
     """Used memory / (1 - headroom) / limit, minus 1; positive if it does not fit."""
     data_wait_share: float | None = None
     """Of the timed steps, spent waiting for batches on the rank that waited longest."""
+    reserved_share: float | None = None
+    """On CUDA, of the limit: what the allocator took."""
+    allocator_was_full: bool = False
+    """It had to empty its cache and try again: more was wanted than there is, how much more is not known."""
 
 
 class Search:
@@ -79,8 +92,7 @@ class Search:
         send_to_file("optuna", log)
         self.space = space
         self._predictor = Guarded(predictor, say) if predictor is not None else None
-        usable_gib = None if limit_gib is None else limit_gib * (1 - headroom)
-        self._pool = Pool(space, self._predictor, usable_gib, seed)
+        self._pool = Pool(space, self._predictor, limit_gib, headroom, seed)
         self._sampler = sampler
         self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, seed, self._pool))
         self._random = random.Random(seed)
@@ -99,9 +111,12 @@ class Search:
         """What was predicted of a config before anything was learned."""
         return self._predictor.predict(knobs) if self._predictor is not None else None
 
-    def judged_gib(self, prediction: Prediction) -> float:
-        """Predicted memory on the scale that the limit judges."""
-        return self._pool.judged_gib(prediction)
+    def predicted_columns(self, knobs: Knobs) -> dict[str, float]:
+        """The same, as the history has it; memory on the scale that the limit judges."""
+        found = self.prediction(knobs)
+        if found is None:
+            return {}
+        return {"predicted_gib": self._pool.judged_gib(found), "predicted_step_time_s": found.step_s}
 
     def take_rejected(self) -> list[Knobs]:
         """Configs that were proposed since the last call, and were not tried since they surely do not fit."""
@@ -262,5 +277,10 @@ class Search:
 
 def _attributes(told: Told) -> dict[str, Any]:
     """For the samplers, and for whoever looks at the study by other means."""
-    outcome = {OUTCOME: told.outcome.value}
-    return outcome if told.data_wait_share is None else outcome | {DATA_WAIT: told.data_wait_share}
+    attributes = {
+        OUTCOME: told.outcome.value,
+        DATA_WAIT: told.data_wait_share,
+        RESERVED: told.reserved_share,
+        ALLOCATOR_FULL: told.allocator_was_full or None,
+    }
+    return {name: attribute for name, attribute in attributes.items() if attribute is not None}

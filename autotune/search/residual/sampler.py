@@ -93,7 +93,7 @@ class _Choice:
         self._step_time: Corrected = step_time(pool, tables, observed)
         self._out_of_memory = [pool.configs[index] for index in observed.out_of_memory]
         self._loader = _loader_that_keeps_up(pool, observed)
-        fitting = np.array([observed.ran[place] for place in observed.fitting()], dtype=np.intp)
+        fitting = np.array([i for i, fits in zip(observed.ran, observed.fits, strict=True) if fits], dtype=np.intp)
         self._speeds = -self._step_time.mean(fitting)
         self._incumbent = int(fitting[np.argmax(self._speeds)]) if len(fitting) else None
 
