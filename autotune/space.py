@@ -104,6 +104,8 @@ class SearchSpace:
 
     def __init__(self, job: Job, facts: Facts) -> None:
         self.facts = facts
+        self._groups: dict[float, tuple[float, list[int]]] = {}
+        """By cap: there are few, and every config of the space asks."""
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
@@ -287,7 +289,7 @@ class SearchSpace:
 
     def _canonical_fsdp2(self, knobs: Knobs) -> dict[str, Any]:
         cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
-        num_units = len(group_blocks(self.facts.block_mib, cap + 1e-6))
+        num_units = len(self._grouped(cap)[1])
         kept_last = min(knobs.keep_last_units or 0, num_units)
         freed = bool(knobs.reshard_after_forward) and kept_last < num_units
         return {
@@ -313,9 +315,16 @@ class SearchSpace:
 
     def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
         """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
-        # A cap given as a multiple of the block's size must not lose to rounding.
-        units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
-        return unit_cap_mb(self.facts.block_mib, units), max(units)
+        cap, units = self._grouped(cap_mib)
+        return cap, max(units)
+
+    def _grouped(self, cap_mib: float) -> tuple[float, list[int]]:
+        """The smallest cap that groups blocks as `cap_mib` does, and the blocks of each unit."""
+        if cap_mib not in self._groups:
+            # A cap given as a multiple of the block's size must not lose to rounding.
+            units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
+            self._groups[cap_mib] = unit_cap_mb(self.facts.block_mib, units), units
+        return self._groups[cap_mib]
 
     def _canonical_mode(self, mode: str) -> str:
         stride = checkpoint_stride(mode)

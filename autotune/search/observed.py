@@ -43,7 +43,7 @@ class Observed:
 
     @property
     def num_tried(self) -> int:
-        return len(self.ran) + len(self.out_of_memory) + len(self.running)
+        return len(self.ran) + len(self.too_large) + len(self.running)
 
 
 def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
@@ -74,15 +74,16 @@ def _take_in(found: Observed, index: int, outcome: Outcome, over: float, trial: 
             found.out_of_memory.append(index)
             found.too_large.append(index)
             found.log_fill_above.append(math.log1p(over))
+    elif trial.user_attrs.get(ALLOCATOR_FULL):
+        # Its time is that of an allocator that begins anew, and says nothing about the settings.
+        found.too_large.append(index)
+        found.log_fill_above.append(0.0)
     elif outcome is Outcome.OK and trial.value is not None:
         found.ran.append(index)
         found.log_step.append(-math.log(trial.value))
         found.fits.append(over <= 0)
         found.data_wait.append(trial.user_attrs.get(DATA_WAIT))
-        if trial.user_attrs.get(ALLOCATOR_FULL):
-            found.too_large.append(index)
-            found.log_fill_above.append(0.0)
-        elif over > -1:
+        if over > -1:
             found.measured.append(index)
             found.log_fill.append(math.log(max(1 + over, trial.user_attrs.get(RESERVED, 0.0))))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from autotune.search.correct import Corrected, Fit
-from autotune.search.pool import Indices, Mask, Pool
+from autotune.search.pool import Indices, Pool
+from trials.record import Knobs
 
 FILL = 0.93
 """Share of the usable memory that a seed may take as predicted."""
@@ -17,28 +19,27 @@ VARIED = frozenset({"micro_batch_size", "activation_checkpointing"})
 """Knobs in which a seed differs from the baseline; all others stay at what is known to run, where the space has it."""
 
 
-def seeds(pool: Pool, fit: Fit, step_time: Corrected, is_open: Mask, num_seeds: int) -> list[int]:
-    """Indices of the best predicted safe configs, one a checkpointing mode, fastest first.
+def seeds(pool: Pool, fit: Fit, step_time: Corrected, is_open: Callable[[Knobs], bool], num_seeds: int) -> list[Knobs]:
+    """The best predicted safe configs, one a checkpointing mode, fastest first.
 
     Of each mode: of the configs that fit as predicted, those nearest to the baseline's settings; of these the largest
     micro-batch. Modes and configs of which nothing is predicted give none.
 
     Args:
-        is_open: which of the pool are worth a trial.
+        is_open: whether a config is worth a trial.
     """
-    fill = fit.log_fill()
     predicted = np.isfinite(pool.log_step) & (np.isfinite(pool.log_fill) | (pool.limit_gib is None))
-    fitting = is_open & predicted & (fill <= math.log(FILL))
-    by_mode: dict[str, list[int]] = {}
-    for index in np.flatnonzero(fitting):
-        by_mode.setdefault(pool.configs[index].activation_checkpointing, []).append(int(index))
-    strange = _num_unlike_baseline(pool)
-    speed = -step_time.mean()
-    best = [
-        min(indices, key=lambda i: (strange[i], -pool.configs[i].micro_batch_size, -speed[i]))
-        for indices in by_mode.values()
-    ]
-    return sorted(best, key=lambda i: -speed[i])[:num_seeds]
+    fitting = np.flatnonzero(predicted & (fit.log_fill() <= math.log(FILL)))
+    micro_batch = np.array([knobs.micro_batch_size for knobs in pool.configs])
+    step = step_time.mean()
+    # By the last key first.
+    order = np.lexsort((step[fitting], -micro_batch[fitting], _num_unlike_baseline(pool)[fitting]))
+    best: dict[str, int] = {}
+    for index in fitting[order]:
+        knobs = pool.configs[index]
+        if knobs.activation_checkpointing not in best and is_open(knobs):
+            best[knobs.activation_checkpointing] = int(index)
+    return [pool.configs[index] for index in sorted(best.values(), key=lambda i: step[i])[:num_seeds]]
 
 
 def _num_unlike_baseline(pool: Pool) -> Indices:

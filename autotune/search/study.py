@@ -174,9 +174,7 @@ class Search:
     def _make_seeds(self) -> list[Knobs]:
         observed = self._observed()
         fit, speed = Fit(self._pool, self._tables, observed), step_time(self._pool, self._tables, observed)
-        is_open = np.array([self._is_open(knobs) for knobs in self._pool.configs])
-        found = seeds(self._pool, fit, speed, is_open, max(NUM_SEEDS, self._num_parallel))
-        return [self._pool.configs[index] for index in found]
+        return seeds(self._pool, fit, speed, self._is_open, max(NUM_SEEDS, self._num_parallel))
 
     @functools.cached_property
     def _tables(self) -> Tables:
