@@ -40,7 +40,7 @@ EXTRA_KNOBS = (
 """Knobs that are searched only where they are listed."""
 DECIDING = ("engine", "micro_batch_size", "num_workers", "reshard_after_forward")
 """Knobs that decide whether others have an effect (`_exists`)."""
-MAX_ENUMERATED = 2**17
+MAX_ENUMERATED = 2**18
 """Draws of candidates up to which every config of a space is looked at; it takes seconds, once."""
 DDP_CAP_MB = 25.0
 """torch's default."""
