@@ -123,10 +123,6 @@ def shape_of(job: Job) -> Shape:
         )
     config = PRESETS[model.preset] if model.preset else DecoderConfig(**(model.config or {}))
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    weights = config.hidden_size * (2 * q_size + 2 * kv_size) + 3 * config.hidden_size * config.ffn_size
-    small = 2 * config.hidden_size
-    small += (q_size + 2 * kv_size) if config.qkv_bias else 0
-    small += 2 * config.head_dim if config.qk_norm else 0
     table = config.vocab_size * config.hidden_size
     return Shape(
         hidden=config.hidden_size,
@@ -138,7 +134,16 @@ def shape_of(job: Job) -> Shape:
         vocab=config.vocab_size,
         seq_len=model.seq_len,
         bytes_each=2 if job.training.precision == "bf16" else 4,
-        block_params=weights + small,
+        block_params=block_params(config),
         root_params=table * (1 if config.tie_embeddings else 2) + config.hidden_size,
         num_tensors=config.num_layers * (9 + 3 * config.qkv_bias + 2 * config.qk_norm) + 3 - config.tie_embeddings,
     )
+
+
+def block_params(config: DecoderConfig) -> int:
+    """Parameters of one block: seven matrices, two norms, and what Qwen adds."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = config.hidden_size * (2 * q_size + 2 * kv_size) + 3 * config.hidden_size * config.ffn_size
+    biases = (q_size + 2 * kv_size) if config.qkv_bias else 0
+    head_norms = 2 * config.head_dim if config.qk_norm else 0
+    return weights + 2 * config.hidden_size + biases + head_norms

@@ -7,6 +7,9 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from autotune.job import Job
 from autotune.simulate.cluster import SimulatedCluster
@@ -28,6 +31,9 @@ RETRY_COST = 0.06
 """Of a step, for each time the allocator empties its cache and begins anew."""
 RETRY_BYTES = 0.5 * GIB
 """That each of them gains."""
+MAX_COUNTED_RETRIES = 10
+LOST_AT_LEAST = 0.3
+"""Of the fragments, those that an empty cache does not bring back."""
 PCIE_BYTES_PER_S, HOST_BYTES_PER_S = 22e9, 18e9
 """Of one rank: its copies to the host, and the optimizer there."""
 BATCH_S, TOKEN_S, READ_TOKEN_S = 4e-4, 1.6e-6, 0.04e-6
@@ -67,6 +73,29 @@ class Truth:
         return self.needed_gib > self.capacity_gib
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the allocator makes of a config, or of many."""
+
+    needed: Any
+    """Bytes that it must have, even with an empty cache."""
+    reserved: Any
+    """Bytes, at the peak."""
+    retries: Any
+    """Times that it empties its cache, each step."""
+    retry_cost: Any
+    """Of a step's time."""
+
+
+def judge(allocated: Any, pools: Any, fragments: Any, capacity: float) -> Judged:
+    """All arguments in bytes, but `fragments`, a share; numbers, or arrays of one shape."""
+    # An emptied cache leaves less in pieces, but some is always lost.
+    needed = allocated * (1 + LOST_AT_LEAST * fragments)
+    wanted = np.maximum(pools, allocated) * (1 + fragments)
+    retries = np.maximum(0, np.ceil((wanted - capacity) / RETRY_BYTES))
+    return Judged(needed, np.minimum(wanted, capacity), retries, RETRY_COST * np.minimum(retries, MAX_COUNTED_RETRIES))
+
+
 class World:
     """One job on one cluster.
 
@@ -103,31 +132,27 @@ class World:
             slowness: of compute on the slowest of the slot's nodes; 1 is the best there is.
         """
         peaks, factor = self.peaks(knobs), self.hidden.memory_factor(knobs)
-        allocated, pools = peaks.allocated * factor, peaks.pools * factor
-        fragments = self.hidden.fragments(knobs)
-        capacity = self.capacity_bytes
-        # An emptied cache leaves less in pieces, but some is always lost.
-        least = allocated * (1 + 0.3 * fragments)
-        wanted = max(pools, allocated) * (1 + fragments)
-        retries = max(0, math.ceil((wanted - capacity) / RETRY_BYTES))
-        parts, comm_s, matmul_share = self._step_parts(knobs, slowness)
-        factor = self.hidden.time_factor(knobs)
-        parts = {name: seconds * factor for name, seconds in parts.items()}
-        if retries:
-            parts["idle"] += RETRY_COST * min(retries, 10) * sum(parts.values())
+        parts, comm_s, matmul_share = self.step_parts(knobs, slowness)
+        slower = self.hidden.time_factor(knobs)
+        parts = {name: seconds * slower for name, seconds in parts.items()}
+        judged = judge(
+            peaks.allocated * factor, peaks.pools * factor, self.hidden.fragments(knobs), self.capacity_bytes
+        )
+        retries = int(judged.retries)
+        parts["idle"] += float(judged.retry_cost) * sum(parts.values())
         step_s = sum(parts.values())
         tokens = knobs.micro_batch_size * knobs.grad_accum_steps * self.shape.seq_len
         return Truth(
             step_s=step_s,
             tokens_per_s_per_rank=tokens / step_s,
-            allocated_gib=allocated / GIB,
-            reserved_gib=min(wanted, capacity) / GIB,
-            capacity_gib=capacity / GIB,
+            allocated_gib=peaks.allocated * factor / GIB,
+            reserved_gib=float(judged.reserved) / GIB,
+            capacity_gib=self.capacity_bytes / GIB,
             retries=retries,
-            needed_gib=least / GIB,
-            phase="build" if peaks.static * factor > capacity else peaks.phase,
+            needed_gib=float(judged.needed) / GIB,
+            phase="build" if peaks.static * factor > self.capacity_bytes else peaks.phase,
             parts=parts,
-            comm_s=comm_s * factor,
+            comm_s=comm_s * slower,
             matmul_share=matmul_share,
         )
 
@@ -140,8 +165,9 @@ class World:
 
     # --- time -------------------------------------------------------------------------------------------------
 
-    def _step_parts(self, knobs: Knobs, slowness: float) -> tuple[dict[str, float], float, float]:
-        """Seconds of one optimizer step by part, of collectives, and the share of matmuls in compute."""
+    def step_parts(self, knobs: Knobs, slowness: float = 1.0) -> tuple[dict[str, float], float, float]:
+        """By the mechanisms alone: seconds of one optimizer step by part, seconds of collectives, and the share of
+        matmuls in compute."""
         first, inner, last = self._micro_steps(knobs)
         count = knobs.grad_accum_steps
         spans = [last] if count == 1 else [first, last]

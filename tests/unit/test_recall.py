@@ -24,7 +24,7 @@ from tests.unit.conftest import make_job, make_space
 from tests.unit.test_history import row
 from trials.record import Knobs, TrialSpec
 
-RUNNER: Any = SimpleNamespace(world_size=2, device="cpu")
+RUNNER: Any = SimpleNamespace(world_size=2, device="cpu", simulated="")
 OK = {"reserved_gib": 0.1, "alloc_retries": 0, "hosts": ["a", "a"]}
 ALSO = replace(make_space().baseline, activation_checkpointing="none")
 

@@ -1,0 +1,258 @@
+"""Search strategies on simulated clusters: how soon they come near the true optimum, and what they burn on the way.
+
+`python -m tests.benchmarks.search [--strategies tpe,random] [--seeds 20] [--parallel 1,4] [--json FILE]`
+
+The baseline has been measured and told before the first trial, and does not count. A run's regret after k trials is
+how far below the optimum that config truly is which its noisy trials rank first among those that fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import optuna
+from rich.console import Console
+from rich.table import Table
+
+from autotune.search.study import Search, Told
+from tests.benchmarks.scenarios import CALIBRATION_SEEDS, REPORTING_SEEDS, SCENARIOS, Landscape
+from trials.outcome import OUT_OF_MEMORY, Outcome
+from trials.record import Knobs
+
+TRIALS = 40
+NEAR = 0.02
+"""Regret below which a config counts as the optimum."""
+SHARES_AT = (5, 10, 20, 40)
+REGRET_AT = (10, 20)
+
+
+class Strategy(Protocol):
+    """What is compared; `autotune.search.study.Search` is one."""
+
+    def ask(self) -> Knobs | None: ...
+
+    def tell(self, knobs: Knobs, told: Told) -> None: ...
+
+
+def by_search(sampler: str) -> Callable[[Landscape, int], Strategy]:
+    """The product's own search with one of its samplers."""
+
+    def make(landscape: Landscape, seed: int) -> Strategy:
+        return Search(landscape.space, sampler, seed, Path(tempfile.gettempdir()) / "search-benchmark.log")
+
+    return make
+
+
+class Bare:
+    """Optuna as people use it: a config that does not fit has throughput 0, and nothing is filtered."""
+
+    def __init__(self, landscape: Landscape, sampler: optuna.samplers.BaseSampler) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._space = landscape.space
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._asked: dict[Knobs, deque[optuna.Trial]] = {}
+
+    def ask(self) -> Knobs | None:
+        trial = self._study.ask()
+        knobs = self._space.suggest(trial)
+        self._asked.setdefault(knobs, deque()).append(trial)
+        return knobs
+
+    def tell(self, knobs: Knobs, told: Told) -> None:
+        fits = told.outcome is Outcome.OK and told.memory_over_limit <= 0
+        value = told.tokens_per_s_per_rank if fits and told.tokens_per_s_per_rank else 0.0
+        if self._asked.get(knobs):
+            self._study.tell(self._asked[knobs].popleft(), value)
+        elif self._space.contains(knobs):
+            params, distributions = self._space.params(knobs), self._space.distributions(knobs)
+            self._study.add_trial(optuna.trial.create_trial(value=value, params=params, distributions=distributions))
+
+
+class LargestBatchFirst:
+    """As DeepSpeed's autotuner goes: the largest micro-batch that fits the defaults, then everything else there.
+
+    The other settings come in the order of how many of them differ from the defaults, at random among as many.
+    """
+
+    def __init__(self, landscape: Landscape, seed: int) -> None:
+        base = landscape.space.baseline
+        changing = ("micro_batch_size", "grad_accum_steps", "sync_each_micro_batch")
+        fixed = {name: value for name, value in base.to_dict().items() if name not in changing}
+        self._left = list(landscape.configs)
+        random.Random(seed).shuffle(self._left)
+        self._left.sort(key=lambda knobs: sum(getattr(knobs, name) != value for name, value in fixed.items()))
+        alike = [knobs for knobs in self._left if all(getattr(knobs, name) == value for name, value in fixed.items())]
+        plain = [knobs for knobs in alike if knobs.sync_each_micro_batch]
+        self._ladder = sorted(plain, key=lambda knobs: knobs.micro_batch_size, reverse=True)
+        self._steps = set(self._ladder)
+        self._micro = base.micro_batch_size
+
+    def ask(self) -> Knobs | None:
+        if self._ladder and self._ladder[0].micro_batch_size > self._micro:
+            return self._ladder.pop(0)
+        for number, knobs in enumerate(self._left):
+            if knobs.micro_batch_size == self._micro and knobs not in self._steps:
+                return self._left.pop(number)
+        return self._left.pop() if self._left else None
+
+    def tell(self, knobs: Knobs, told: Told) -> None:
+        if knobs in self._steps and told.outcome is Outcome.OK and told.memory_over_limit <= 0:
+            self._micro = max(self._micro, knobs.micro_batch_size)
+
+
+STRATEGIES: dict[str, Callable[[Landscape, int], Strategy]] = {
+    "tpe-bare": lambda landscape, seed: Bare(landscape, optuna.samplers.TPESampler(seed=seed)),
+    "random-bare": lambda landscape, seed: Bare(landscape, optuna.samplers.RandomSampler(seed=seed)),
+    "deepspeed-like": LargestBatchFirst,
+    "tpe": by_search("tpe"),
+    "random": by_search("random"),
+}
+"""By name; `-bare` is Optuna alone, without the product's own filter of repeats and of what surely does not fit."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """One strategy on one landscape."""
+
+    scenario: str
+    seed: int
+    trials_to_near: float
+    """Trials until a config truly within NEAR of the optimum has run; infinite if none has."""
+    regret_at: dict[int, float]
+    """Fraction, after so many trials."""
+    out_of_memory_in_20: int
+    out_of_memory_in_40: int
+    repeated_out_of_memory: int
+    """Trials of a config that had run out of memory before."""
+
+
+def run(make: Callable[[Landscape, int], Strategy], landscape: Landscape, parallel: int) -> Outcomes:
+    """TRIALS trials, `parallel` of them under way at any time."""
+    strategy = make(landscape, landscape.seed)
+    baseline = landscape.space.baseline
+    tried: list[tuple[Knobs, Told]] = []
+    first = landscape.measure(baseline, -1)
+    strategy.tell(baseline, first)
+    under_way: deque[Knobs] = deque()
+    asked = 0
+    while asked < TRIALS or under_way:
+        while asked < TRIALS and len(under_way) < parallel:
+            knobs = strategy.ask()
+            if knobs is None:
+                asked = TRIALS
+                break
+            under_way.append(knobs)
+            asked += 1
+        if not under_way:
+            break
+        knobs = under_way.popleft()
+        told = landscape.measure(knobs, len(tried))
+        strategy.tell(knobs, told)
+        tried.append((knobs, told))
+    return _judge(landscape, (baseline, first), tried)
+
+
+def _judge(landscape: Landscape, baseline: tuple[Knobs, Told], tried: list[tuple[Knobs, Told]]) -> Outcomes:
+    near = (
+        number
+        for number, (knobs, _) in enumerate(tried, start=1)
+        if landscape.truth(knobs)[2] and landscape.regret(knobs) <= NEAR
+    )
+    failed = [knobs for knobs, told in tried if told.outcome in OUT_OF_MEMORY]
+    return Outcomes(
+        scenario=landscape.name,
+        seed=landscape.seed,
+        trials_to_near=next(near, math.inf),
+        regret_at={count: _regret(landscape, [baseline, *tried[:count]]) for count in REGRET_AT},
+        out_of_memory_in_20=_failed(tried[:20]),
+        out_of_memory_in_40=_failed(tried),
+        repeated_out_of_memory=len(failed) - len(set(failed)),
+    )
+
+
+def _failed(tried: Sequence[tuple[Knobs, Told]]) -> int:
+    return sum(told.outcome in OUT_OF_MEMORY for _, told in tried)
+
+
+def _regret(landscape: Landscape, tried: Sequence[tuple[Knobs, Told]]) -> float:
+    fitting = [
+        (told.tokens_per_s_per_rank or 0.0, knobs)
+        for knobs, told in tried
+        if told.outcome is Outcome.OK and told.memory_over_limit <= 0
+    ]
+    if not fitting:
+        return 1.0
+    return landscape.regret(max(fitting, key=lambda pair: pair[0])[1])
+
+
+@click.command()
+@click.option("--strategies", default=",".join(STRATEGIES), show_default=True, help="Names, with commas between.")
+@click.option("--scenarios", default=",".join(SCENARIOS), show_default=True, help="Names, with commas between.")
+@click.option("--seeds", default=20, show_default=True, help="Landscapes of each scenario.")
+@click.option("--calibrating", is_flag=True, help="On the seeds to tune on, instead of those to report on.")
+@click.option("--parallel", default="1,4", show_default=True, help="Trials at once, with commas between.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write every run here.")
+def main(strategies: str, scenarios: str, seeds: int, calibrating: bool, parallel: str, json_file: Path | None) -> None:
+    """Compares strategies."""
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    console = Console()
+    found: dict[tuple[str, int], list[Outcomes]] = {}
+    for name in scenarios.split(","):
+        for seed in (CALIBRATION_SEEDS if calibrating else REPORTING_SEEDS)[:seeds]:
+            landscape = Landscape(name, seed)
+            for strategy in strategies.split(","):
+                for at_once in map(int, parallel.split(",")):
+                    outcome = run(STRATEGIES[strategy], landscape, at_once)
+                    found.setdefault((strategy, at_once), []).append(outcome)
+    report(console, found, json_file)
+
+
+def report(console: Console, found: dict[tuple[str, int], list[Outcomes]], json_file: Path | None) -> None:
+    table = Table(title=f"Search: {NEAR:.0%} of the true optimum; OOMs and regrets are means")
+    for column in ("strategy", "at once", "runs", "median trials", *(f"within {k}" for k in SHARES_AT)):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for column in (*(f"regret at {k}" for k in REGRET_AT), "OOMs in 20", "in 40", "repeated"):
+        table.add_column(column, justify="right")
+    for (strategy, at_once), outcomes in found.items():
+        table.add_row(strategy, str(at_once), str(len(outcomes)), *_cells(outcomes))
+    console.print(table)
+    if json_file is not None:
+        rows: list[dict[str, Any]] = [
+            {"strategy": strategy, "parallel": at_once} | asdict(outcome)
+            for (strategy, at_once), outcomes in found.items()
+            for outcome in outcomes
+        ]
+        for row in rows:
+            row["trials_to_near"] = row["trials_to_near"] if math.isfinite(row["trials_to_near"]) else None
+        json_file.write_text(json.dumps(rows, indent=1))
+
+
+def _cells(outcomes: list[Outcomes]) -> list[str]:
+    median = statistics.median(outcome.trials_to_near for outcome in outcomes)
+
+    def mean(values: Sequence[float]) -> float:
+        return statistics.fmean(values)
+
+    return [
+        f"{median:.0f}" if math.isfinite(median) else f">{TRIALS}",
+        *(f"{mean([outcome.trials_to_near <= count for outcome in outcomes]):.0%}" for count in SHARES_AT),
+        *(f"{mean([outcome.regret_at[count] for outcome in outcomes]):.1%}" for count in REGRET_AT),
+        f"{mean([outcome.out_of_memory_in_20 for outcome in outcomes]):.1f}",
+        f"{mean([outcome.out_of_memory_in_40 for outcome in outcomes]):.1f}",
+        f"{mean([outcome.repeated_out_of_memory for outcome in outcomes]):.1f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
