@@ -122,6 +122,39 @@ def measure(
     console.print(f"{'traces and output' if profile else 'output'}: {_shown(logs.absolute())}", soft_wrap=True)
 
 
+def _world_sizes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`8,64,512` -> numbers of ranks."""
+    parts = value.split(",") if value else []
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r}: expected numbers of ranks with commas between them, e.g. 8,64,512")
+    return tuple(int(part) for part in parts)
+
+
+@cli.command()
+@click.argument("job")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@click.option(
+    "--world", "worlds", callback=_world_sizes, metavar="N,N,...", help="Numbers of ranks to predict for as well."
+)
+@click.option("--device", metavar="NAME", help="GPU, as torch names it (default: the job's cluster.device_name).")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable, on standard output.")
+def plan(job: str, overrides: tuple[str, ...], worlds: tuple[int, ...], device: str | None, as_json: bool) -> None:
+    """Predict what JOB would search, take and cost; no trial runs."""
+    from autotune.job_file import load_job
+    from autotune.plan import make_plan
+    from autotune.report.plan import plan_content, print_plan
+
+    made = make_plan(load_job(job, overrides), worlds, device)
+    if as_json:
+        from autotune.report.text import json_safe
+
+        click.echo(json.dumps(json_safe(plan_content(made))))
+        return
+    from rich.console import Console
+
+    print_plan(Console(highlight=False), made)
+
+
 def _run(loaded: Any, name: str, resume: bool, simulate: str | None) -> None:
     from rich.console import Console
 

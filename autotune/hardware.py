@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 WHOLE_DEVICE = 0.97
 """A device that shows less than this share of its row's multiprocessors is a slice (MIG, CPX) or cut down."""
+GIB_OF_NOMINAL_GB = 0.99
+"""torch finds 79.2 GiB on a card of 80 GB, 139.8 on one of 141: the firmware keeps the rest."""
 VGPU = re.compile(r"-\d+[ABCQ]\b")
 """Ends the name of a virtual GPU (GRID V100S-8Q, NVIDIA A40-48Q): an unknown share of the card it is named after."""
 _NOT_REPORTED = "MFU is not reported; set cluster.peak_tflops_per_s"
@@ -42,8 +44,20 @@ class Device:
     """Dense peak by dtype; a dtype that the device lacks, or whose figure is not known, is absent."""
     sm_count: int | None
     """Multiprocessors of the whole device, as torch counts them: SMs, on AMD compute units."""
+    memory_gb: tuple[float, ...]
+    """Nominal, as its name says; several for a name that is sold with several. Empty if not known."""
+    memory_gb_per_s: float | None
+    """Of reading and writing the device's memory."""
+    link_gb_per_s: float | None
+    """To the other devices of its node, in one direction: NVLink, xGMI, else PCIe."""
     source: str
     note: str
+
+    def memory_gib(self, device_name: str) -> float | None:
+        """What torch reports as total memory: the one size, the one that the name tells, or the smallest."""
+        named = [size for size in self.memory_gb if re.search(rf"\b{size:g}GB\b", device_name)]
+        sizes = named or self.memory_gb
+        return min(sizes) * GIB_OF_NOMINAL_GB if sizes else None
 
 
 @functools.cache
@@ -60,9 +74,20 @@ def _device(row: dict[str, str]) -> Device:
         match=re.compile(row["match"]),
         tflops_per_s={dtype: float(peak) for dtype, peak in peaks.items() if peak},
         sm_count=int(row["sm_count"]) if row["sm_count"] else None,
+        memory_gb=tuple(float(size) for size in row["memory_gb"].split("|") if size),
+        memory_gb_per_s=float(row["memory_gb_per_s"]) if row["memory_gb_per_s"] else None,
+        link_gb_per_s=float(row["link_gb_per_s"]) if row["link_gb_per_s"] else None,
         source=row["source"],
         note=row["note"],
     )
+
+
+def find_device(device_name: str, sm_count: int | None = None) -> Device | None:
+    """The table's row for a device name that torch gives; None if there is none, or several that it could be."""
+    found = [device for device in device_table() if device.match.search(device_name)]
+    if len(found) > 1:
+        found = [device for device in found if device.sm_count == sm_count]
+    return found[0] if len(found) == 1 and not VGPU.search(device_name) else None
 
 
 def peak_for(

@@ -191,6 +191,8 @@ class Cluster(Section):
     """Share of the limit that a config must leave free to count as fitting."""
     launcher: Literal["auto", "fork", "exec"] = "auto"
     """`fork`: CPU ranks from a process that has torch loaded; `exec`: a fresh interpreter a rank. auto: by device."""
+    device_name: str | None = None
+    """The GPU as torch names it, for `autotune plan`, which asks no machine; trials go by what they find."""
     peak_tflops_per_s: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one rank in the training dtype; default: the device table, on CPU a probe."""
 

@@ -1,0 +1,179 @@
+"""A plan on the screen, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autotune.plan import CONTEXT_GIB, CPUS_PER_GPU, LEAST_OF_ALLOCATED, MOST_OF_RESERVED, Plan, Planned
+from autotune.report.text import differences, duration, gib, percent
+
+MOST_LISTED = 12
+LEAST_SHOWN_GIB = 0.001
+FITS = {"safe": "fits", "risky": "may fit", "sure_oom": "does not fit"}
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    for line in _head(plan):
+        console.print(Text(line), soft_wrap=True)
+    if plan.baseline is None:
+        console.print(
+            Text(
+                "nothing is predicted: the closed forms know decoders of blocks that are alike, dense and trained as a "
+                "whole, or a mixture that transformers' config describes; the search learns from its trials alone"
+            ),
+            soft_wrap=True,
+        )
+        return
+    console.print(_top_table(plan))
+    for line in (*_memory_lines(plan), *_tail(plan)):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _head(plan: Plan) -> list[str]:
+    job, shape = plan.job, plan.shape
+    size = f"{shape.num_params / 1e9:.3g} billion parameters, " if shape else ""
+    batch = job.global_batch_size
+    limit = "none known" if plan.limit_gib is None else f"{gib(plan.limit_gib)} a rank"
+    known = f"{plan.peak.tflops_per_s:.4g} TFLOP/s ({plan.peak.source})" if plan.peak.tflops_per_s else plan.peak.source
+    lines = [
+        "the job is valid; predictions only, nothing has been measured",
+        f"  model: {size}{plan.space.facts.num_blocks} blocks; {plan.counted}",
+        f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step",
+        f"  device: {plan.device_name or plan.device}; memory: {limit}; peak: {known}",
+        f"  ranks: {plan.trial_world} a trial, {job.batch.target_world_size} in the real run",
+        f"  space: {plan.num_configs:,} configs of "
+        + ", ".join(f"{len(values)} {name}" for name, values in plan.space.candidates.items() if len(values) > 1),
+    ]
+    if plan.device == "cuda" and job.space.num_workers == "auto":
+        lines.append(f"  CPUs: {CPUS_PER_GPU} a GPU are assumed; the run asks the nodes")
+    if len(plan.configs) not in (0, plan.num_configs):
+        lines.append(f"  {len(plan.configs):,} of them were drawn at random, and only those are predicted")
+    return lines + [f"  {note}" for note in plan.space.notes]
+
+
+def _shown(plan: Plan) -> list[tuple[str, Planned]]:
+    assert plan.baseline is not None
+    return [("baseline", plan.baseline), *((str(i + 1), one) for i, one in enumerate(plan.top()))]
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """Largest terms first."""
+    lines = [f"Predicted peak memory of a rank, {plan.trial_world} ranks:"]
+    for name, one in _shown(plan):
+        found = one.at[plan.trial_world]
+        terms = sorted(found.memory_terms.items(), key=lambda term: -term[1])
+        named = [f"{term.replace('_', ' ')} {gib(size)}" for term, size in terms if size >= LEAST_SHOWN_GIB]
+        lines.append(
+            f"  {name:>8}: {gib(found.allocated_gib)} live ({', '.join(named)}); {gib(found.reserved_gib)} "
+            f"reserved: {FITS[plan.zone(one, plan.trial_world)]}"
+        )
+    return lines
+
+
+def _top_table(plan: Plan) -> Table:
+    table = Table(title="Predicted MFU and peak memory by ranks: the order is worth more than the figures")
+    table.title_justify = "left"
+    table.add_column("")
+    for world in plan.worlds:
+        table.add_column(f"{world} ranks", justify="right")
+    table.add_column("settings")
+    assert plan.baseline is not None
+    base = plan.baseline.knobs.to_dict()
+    for name, one in _shown(plan):
+        cells = [f"{percent(plan.mfu(one, world))}, {gib(one.at[world].reserved_gib)}" for world in plan.worlds]
+        knobs = one.knobs.to_dict()
+        text = "the job's baseline" if name == "baseline" else differences(knobs, base)
+        table.add_row(name, *cells, Text(text))
+    return table
+
+
+def _tail(plan: Plan) -> list[str]:
+    lines = []
+    for world in plan.worlds:
+        zones = plan.zones(world)
+        lines.append(
+            f"{world} ranks: of {sum(zones.values()):,} configs {zones['safe']:,} fit, {zones['risky']:,} may, "
+            f"{zones['sure_oom']:,} surely do not"
+        )
+    if plan.limit_gib is not None:
+        kept = f", {gib(CONTEXT_GIB)} of it kept for CUDA and NCCL" if plan.device == "cuda" else ""
+        lines.append(
+            f"  surely not: {LEAST_OF_ALLOCATED:.0%} of the predicted live tensors exceed the limit{kept}; may: "
+            f"{MOST_OF_RESERVED:.0%} of the predicted reserved memory does, less the headroom"
+        )
+    failing = plan.surely_failing()
+    if failing:
+        named = [f"micro-batch {micro} with {mode} ({count})" for micro, mode, count in failing]
+        more = f" and {len(named) - MOST_LISTED} more" if len(named) > MOST_LISTED else ""
+        lines.append(f"surely fails in a trial: {', '.join(named[:MOST_LISTED])}{more}")
+    target, only = plan.job.batch.target_world_size, plan.only_at_target()
+    if only:
+        fastest = differences(only[0].knobs.to_dict(), {})
+        share = percent(plan.mfu(only[0], target))
+        lines.append(
+            f"fit only on {target} ranks: {len(only):,} configs, which trials on {plan.trial_world} cannot measure; "
+            f"the fastest, MFU {share}: {fastest}"
+        )
+    cost = plan.cost()
+    if cost is not None:
+        hours, device_hours = cost
+        unit = "GPU-hours" if plan.device == "cuda" else "rank-hours"
+        lines.append(
+            f"tuning: {plan.num_trials()} runs of a trial, about {duration(hours * 3600)}, {device_hours:.3g} {unit}"
+        )
+    return lines
+
+
+def plan_content(plan: Plan) -> dict[str, Any]:
+    """What `--json` prints; sizes in GiB, times in seconds, MFU as a fraction."""
+    cost = plan.cost()
+    return {
+        "device_name": plan.device_name or None,
+        "limit_gib": plan.limit_gib,
+        "peak_tflops_per_s": plan.peak.tflops_per_s,
+        "peak_source": plan.peak.source,
+        "model": {
+            "num_params": plan.shape.num_params if plan.shape else None,
+            "num_blocks": plan.space.facts.num_blocks,
+            "counted": plan.counted,
+        },
+        "num_configs": plan.num_configs,
+        "num_predicted": len(plan.configs),
+        "candidates": {name: list(values) for name, values in plan.space.candidates.items()},
+        "trial_world_size": plan.trial_world,
+        "target_world_size": plan.job.batch.target_world_size,
+        "zones": {world: plan.zones(world) for world in plan.worlds},
+        "baseline": _config(plan, plan.baseline) if plan.baseline else None,
+        "top": [_config(plan, one) for one in plan.top()],
+        "surely_failing": [
+            {"micro_batch_size": micro, "activation_checkpointing": mode, "num_configs": count}
+            for micro, mode, count in plan.surely_failing()
+        ],
+        "only_at_target": [_config(plan, one) for one in plan.only_at_target()[:MOST_LISTED]],
+        "num_trials": plan.num_trials(),
+        "hours": cost and cost[0],
+        "device_hours": cost and cost[1],
+        "notes": plan.space.notes,
+    }
+
+
+def _config(plan: Plan, planned: Planned) -> dict[str, Any]:
+    return {
+        "knobs": planned.knobs.to_dict(),
+        "predicted": {
+            world: {
+                "memory_terms_gib": dict(found.memory_terms),
+                "allocated_gib": found.allocated_gib,
+                "reserved_gib": found.reserved_gib,
+                "zone": plan.zone(planned, world),
+                "time_terms_s": dict(found.time_terms),
+                "step_s": found.step_s,
+                "mfu": plan.mfu(planned, world),
+            }
+            for world, found in planned.at.items()
+        },
+    }
