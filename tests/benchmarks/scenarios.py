@@ -171,6 +171,10 @@ class Physics:
         found = [self._of(knobs) for knobs in self.configs]
         self.step_s, self.allocated, self.pools, self.data_wait = np.array(found).T
         self._codes = {name: _codes(self.configs, name) for name in self.world.hidden.names}
+        device = self.world.cluster.device
+        self.predictor = Remembered(
+            closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
+        )
 
     def table(self, name: str, effect: Callable[[str, object], float]) -> Numbers:
         """A knob's effect in each config."""
@@ -182,11 +186,6 @@ class Physics:
         (values, codes), (others, other_codes) = self._codes[pair[0]], self._codes[pair[1]]
         effects = [[effect(pair[0], value, pair[1], other) for other in others] for value in values]
         return np.array(effects)[codes, other_codes]
-
-        device = self.world.cluster.device
-        self.predictor = Remembered(
-            closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
-        )
 
     def _of(self, knobs: Knobs) -> tuple[float, float, float, float]:
         parts, _, _ = self.world.step_parts(knobs)
