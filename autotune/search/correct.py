@@ -20,8 +20,10 @@ from autotune.search.residual.acquisition import SAFE
 from autotune.search.residual.kernel import Tables
 from autotune.search.residual.posterior import Posterior, site_above
 
-MAX_POINTS = 256
-"""Trials that are conditioned on: the fit takes their number cubed."""
+MAX_POINTS = 224
+"""Measured trials that are conditioned on: the fit takes their number cubed."""
+MAX_BOUNDS = 32
+"""Out-of-memories that are: each is taken in after the others."""
 SURELY_OUT = 0.02
 """Probability of fitting below which a config is not tried."""
 SCALES = (1.0, 2.0, 4.0, 8.0)
@@ -98,7 +100,8 @@ class Corrected:
         for index, bound in zip(*above, strict=True) if above else ():
             self._take_in_bound(int(index), float(bound))
         if running is not None and len(running):
-            self._append(running, self.mean(running) - self._predicted(running) - self._offset, self._assumed.noise**2)
+            mean = self.mean(running) - self._predicted(running) - self._offset
+            self._append(running, mean, self._assumed.noise**2)
 
     def _predicted(self, indices: Indices | None) -> Floats:
         # Read anew each time: a pool that holds a part of the space grows.
@@ -111,21 +114,25 @@ class Corrected:
         likeness = self._likeness(at, at)
         fits = [(scale, Posterior(self._scaled(likeness, scale), self._noise, self._values)) for scale in SCALES]
         self._scale, self._posterior = max(fits, key=lambda fit: fit[1].log_likelihood)
+        self._at_points = self._scaled(likeness, self._scale)
 
     def _append(self, indices: Indices, values: Floats, noise_variance: float) -> None:
+        new = self._pool.levels[:, indices]
+        cross = self._covariance(self._pool.levels[:, self._at], new)
+        self._at_points = np.block([[self._at_points, cross], [cross.T, self._covariance(new, new)]])
         self._at = np.append(self._at, indices)
         self._values = np.append(self._values, values)
         self._noise = np.append(self._noise, np.full(len(indices), noise_variance))
-        at = self._pool.levels[:, self._at]
-        self._posterior = Posterior(self._covariance(at, at), self._noise, self._values)
+        self._posterior = Posterior(self._at_points, self._noise, self._values)
 
     def _take_in_bound(self, index: int, bound: float) -> None:
         one = np.array([index], dtype=np.intp)
-        mean, sd = self.mean(one)[0], self.sd(one)[0]
-        site = site_above(bound, mean, sd**2)
+        cross = self._covariance(self._pool.levels[:, self._at], self._pool.levels[:, one])
+        residual, sd = float(self._posterior.weights @ cross[:, 0]), self._posterior.sd(cross, self._prior_variance)[0]
+        predicted = float(self._predicted(one)[0]) + self._offset
+        site = site_above(bound - predicted, residual, sd**2)
         if site is not None:
-            value, variance = site
-            self._append(one, value - self._predicted(one) - self._offset, variance)
+            self._append(one, np.array([site[0]]), site[1])
 
     def _covariance(self, a: Indices, b: Indices) -> Floats:
         return self._scaled(self._likeness(a, b), self._scale)
@@ -188,8 +195,8 @@ class Fit:
                 tables,
                 MEMORY,
                 "log_fill",
-                most_telling(observed.measured, observed.log_fill, MAX_POINTS // 2),
-                above=most_telling(observed.too_large, observed.log_fill_above, MAX_POINTS // 4),
+                most_telling(observed.measured, observed.log_fill, MAX_POINTS),
+                above=most_telling(observed.too_large, observed.log_fill_above, MAX_BOUNDS),
                 running=np.array(observed.running, dtype=np.intp),
             )
 
