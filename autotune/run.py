@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import SIDE_BY_SIDE, Listener, Measurer
+from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Predictor
+from autotune.preflight.shape import of_model
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt
 from autotune.search.stopping import Stopping
@@ -63,8 +65,6 @@ class Run:
     runner: Runner
     listener: Listener
     resume: bool = False
-    predictor_for: Callable[[Survey], Predictor | None] = lambda _: None
-    """Makes the closed forms for what was surveyed; None where they know nothing of it."""
 
     def __post_init__(self) -> None:
         self._started = self.runner.clock.monotonic()
@@ -107,7 +107,7 @@ class Run:
             self.job.sampler,
             seed,
             self.out / "logs" / "optuna.log",
-            predictor=self.predictor_for(survey),
+            predictor=self._predictor(survey),
             limit_gib=limits.limit_gib,
             headroom=limits.headroom,
             num_parallel=self.runner.num_slots,
@@ -115,6 +115,14 @@ class Run:
         )
         self.measurer.predict = self.search.predicted_columns
         self.stopping = Stopping(self.job.budget, self.runner.world_size * self.runner.num_slots)
+
+    def _predictor(self, survey: Survey) -> Predictor | None:
+        """The closed forms; None on a CPU, whose limit counts what they do not: the whole data segment."""
+        if self.runner.device == "cpu":
+            return None
+        study, shape = self.study, of_model(self.job.model)
+        peak = study.peak.tflops_per_s
+        return closed_form(self.job, shape, self.runner.device, survey.device_name, study.world_size, peak)
 
     def _planned_trials(self) -> int:
         return 1 + self.job.budget.trials + self._deciding_trials()

@@ -233,7 +233,14 @@ def test_seeds_are_the_largest_micro_batch_that_fits_of_each_checkpointing_mode(
 def test_more_workers_are_not_searched_once_none_waits(tmp_path: Path) -> None:
     space = make_space(cpus_allowed=16, space=FSDP2_KNOBS | {"num_workers": "auto"}, baseline={"num_workers": 2})
     tried = explore(search(space, tmp_path, predictor=Made()), 12)
-    assert {(knobs.num_workers, knobs.prefetch_factor) for knobs in tried} == {(2, 2)}
+    assert {knobs.num_workers for knobs in tried} <= {0, 1, 2}
+
+
+def test_all_numbers_of_workers_are_open_again_once_a_trial_waits(tmp_path: Path) -> None:
+    space = make_space(cpus_allowed=16, space={"num_workers": "auto"}, baseline={"num_workers": 2})
+    waits = search(space, tmp_path)
+    waits.tell(space.baseline, Told(Outcome.OK, 1.0, -0.5, data_wait_share=0.2))
+    assert any(knobs.num_workers > 2 for knobs in explore(waits, 4))
 
 
 def test_a_space_that_is_not_enumerated_is_searched_by_what_is_drawn_and_by_neighbours(

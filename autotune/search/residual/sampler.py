@@ -13,7 +13,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.search.correct import Corrected, Fit, step_time
-from autotune.search.feasible import HOST_ONLY, dominating_oom
+from autotune.search.feasible import dominating_oom
 from autotune.search.observed import Observed, observe
 from autotune.search.pool import Floats, Indices, Mask, Pool
 from autotune.search.residual.acquisition import SAFE, optimistic, worth
@@ -27,6 +27,7 @@ EXPLORE_FROM, EXPLORE_EVERY = 6, 4
 """Every fourth proposal from the sixth on goes where little is known."""
 MAX_CLIMB = 8
 """Steps from the best candidate to a better neighbour."""
+WORKERS = "num_workers"
 NO_WAIT, SOME_WAIT = 0.004, 0.01
 """Shares of a step spent waiting for data: below the first a loader keeps up, above the second it does not."""
 
@@ -92,7 +93,7 @@ class _Choice:
         self._fit = Fit(pool, tables, observed)
         self._step_time: Corrected = step_time(pool, tables, observed)
         self._out_of_memory = [pool.configs[index] for index in observed.out_of_memory]
-        self._loader = _loader_that_keeps_up(pool, observed)
+        self._enough_workers = _enough_workers(pool, observed)
         fitting = np.array([i for i, fits in zip(observed.ran, observed.fits, strict=True) if fits], dtype=np.intp)
         self._speeds = -self._step_time.mean(fitting)
         self._incumbent = int(fitting[np.argmax(self._speeds)]) if len(fitting) else None
@@ -116,8 +117,9 @@ class _Choice:
         """Which of the configs may be proposed, memory aside."""
         settled = np.isin(indices, np.fromiter(self._observed.settled, dtype=np.intp))
         open_ = ~settled
-        for row, level in self._loader.items():
-            open_ &= self._pool.levels[row, indices] == level
+        if self._enough_workers is not None:
+            row = self._pool.space.searched.index(WORKERS)
+            open_ &= self._pool.levels[row, indices] <= self._enough_workers
         return open_
 
     def _num_different(self, index: int) -> Indices:
@@ -162,17 +164,18 @@ class _Choice:
         return index
 
 
-def _loader_that_keeps_up(pool: Pool, observed: Observed) -> dict[int, int]:
-    """Levels of the loader's knobs, by row, once a trial has shown that nothing waits for data: more is not searched.
+def _enough_workers(pool: Pool, observed: Observed) -> int | None:
+    """The level of the fewest workers of which a trial has shown that nothing waits for data; None if none has.
 
-    Those of the trial with the fewest workers, of the least prefetching. Open again if one that waits comes to light.
+    More are not searched; fewer are, which leave CPUs to the ranks. A trial that waits with them after all opens all
+    numbers of workers again, until one that keeps up is seen among them.
     """
-    rows = [row for row, name in enumerate(pool.space.searched) if name in HOST_ONLY]
-    pairs = zip(observed.ran, observed.data_wait, strict=True)
-    shares = [(tuple(int(pool.levels[row, index]) for row in rows), share) for index, share in pairs]
-    waited = {levels for levels, share in shares if share is not None and share > SOME_WAIT}
-    keeping_up = {levels for levels, share in shares if share is not None and share < NO_WAIT} - waited
-    return dict(zip(rows, min(keeping_up), strict=True)) if keeping_up and rows else {}
+    if WORKERS not in pool.space.searched:
+        return None
+    levels = pool.levels[pool.space.searched.index(WORKERS)]
+    shares = [(int(levels[i]), share) for i, share in zip(observed.ran, observed.data_wait, strict=True)]
+    waited = {level for level, share in shares if share is not None and share > SOME_WAIT}
+    return min({level for level, share in shares if share is not None and share < NO_WAIT} - waited, default=None)
 
 
 def _smallest(indices: Indices, order: Floats, number: int) -> Indices:
