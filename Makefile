@@ -32,8 +32,9 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## overhead of a trial beside torchrun; prints tables, minutes
+benchmark: $(DEV)  ## overhead of a trial beside torchrun, and the search on simulated clusters; prints tables, minutes
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.search --seeds 3
 
 $(RUN): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV): a minute or more"

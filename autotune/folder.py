@@ -105,7 +105,7 @@ def _check_same_cluster(out: Path, job_path: Path, simulated: str) -> None:
     if then != simulated:
         again = f'autotune run {job_path} --resume --simulate "{then}"' if then else f"autotune run {job_path} --resume"
         raise UserError(
-            f"{out} holds a run {_on(then)}, which cannot go on {_on(simulated)}",
+            f"{out} holds a run {_on(then)}, which cannot be resumed {_on(simulated)}",
             f"resume it as it was ({again}), or start anew without --resume",
         )
 

@@ -217,7 +217,7 @@ def _regret(landscape: Landscape, tried: Sequence[tuple[Knobs, Told]]) -> float:
 def main(strategies: str, scenarios: str, seeds: int, calibrating: bool, parallel: str, json_file: Path | None) -> None:
     """Compares strategies."""
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    console = Console()
+    console = Console(width=max(Console().width, 140))
     found: dict[tuple[str, int], list[Outcomes]] = {}
     for name in scenarios.split(","):
         for seed in (CALIBRATION_SEEDS if calibrating else REPORTING_SEEDS)[:seeds]:

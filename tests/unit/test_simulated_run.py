@@ -1,0 +1,151 @@
+"""Whole simulated studies by the command line: labelled everywhere, resumable, and never mixed with measured ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from autotune.cli import cli
+from autotune.errors import UserError
+from autotune.history import History
+
+CLUSTER = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3' seed=4"
+OPTIONS = ("--set", "measure.rounds=3", "--set", "cluster.nodes_per_trial=2", "--trials", "8")
+
+
+def autotune(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, list(arguments), standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+def tune(out: Path, *more: str, simulate: str = CLUSTER) -> str:
+    return autotune("run", "llama3-8b", "--simulate", simulate, "--output", str(out), *OPTIONS, *more)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    rows, skipped = History(out / "history").rows()
+    assert skipped == []
+    return rows
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("simulated") / "run"
+    (out.parent / "screen.txt").write_text(tune(out))
+    return out
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_everything_that_is_kept_says_that_it_is_simulated(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert {row["stage"] for row in rows} == {"baseline", "explore", "finalist", "round"}
+    assert {row["simulated"] for row in rows} == {True}
+    assert all("simulated" in row["peak_source"] for row in rows)
+    assert all(host.startswith("simulated-") for row in rows for host in row["hosts"])
+    assert {row["ended_at"].year for row in rows} == {2000}, "no date at which anything was measured"
+    text = (finished / "best.yaml").read_text()
+    fingerprint = yaml.safe_load(text)["fingerprint"]
+    assert "# SIMULATED: nothing here was measured" in text
+    assert fingerprint["simulated"] is True
+    assert fingerprint["simulated_cluster"] == CLUSTER
+    assert fingerprint["written_at"].startswith("2000-01-01")
+    assert yaml.safe_load((finished / "study.yaml").read_text())["simulated"] == CLUSTER
+
+
+def test_everything_that_is_shown_says_so_too(finished: Path, tmp_path: Path) -> None:
+    screen = (finished.parent / "screen.txt").read_text()
+    assert f"SIMULATED, nothing is measured: {CLUSTER}" in screen
+    lines = [line for line in screen.splitlines() if "tokens/s  MFU" in line]
+    assert len(lines) == len(rows_of(finished))
+    assert all("MFU (simulated)" in line for line in lines)
+    shown = autotune("show", str(finished))
+    assert "SIMULATED: nothing was measured" in shown
+    assert "Result, SIMULATED" in shown
+    assert all(trial["simulated"] for trial in json.loads(autotune("show", str(finished), "--json"))["trials"])
+    for target in ("plain", "accelerate", "transformers"):
+        autotune("export", str(finished), "--to", target, "--output", str(tmp_path))
+    for path in tmp_path.iterdir():
+        assert f"SIMULATED, not measured: {CLUSTER}" in path.read_text(), path.name
+
+
+def test_rows_carry_what_real_ones_do(finished: Path) -> None:
+    ok = [row for row in rows_of(finished) if row["outcome"] == "ok"]
+    for row in ok:
+        assert row["applied"] == row["knobs"]
+        assert len(row["rank_step_times_s"]) == row["world_size"] == 16
+        assert 0 < row["mfu"] <= row["hfu"] < 1
+        assert row["allocated_gib"] <= row["reserved_gib"] < row["limit_gib"]
+        assert row["losses"]
+        assert (row["frac_compute"] is not None) == (row["stage"] in ("baseline", "finalist"))
+
+
+def test_the_minutes_of_a_budget_are_the_clusters(tmp_path: Path) -> None:
+    screen = tune(tmp_path / "run", "--set", "budget.minutes=5")
+    assert "budget.minutes is used up" in screen
+    assert len([row for row in rows_of(tmp_path / "run") if row["stage"] == "explore"]) < 8
+
+
+def test_equal_seeds_tell_equal_stories(finished: Path, tmp_path: Path) -> None:
+    tune(tmp_path / "run")
+    figures = [
+        [(row["trial"], row["knobs"], row["outcome"], row["tokens_per_s_per_rank"]) for row in rows_of(out)]
+        for out in (finished, tmp_path / "run")
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_an_interrupted_study_goes_on_after_its_own_time(copy: Path) -> None:
+    before = rows_of(copy)
+    late = [row for row in before if row["stage"] != "baseline" and row["trial"] > 4]
+    for row in late:
+        (copy / "history" / f"trial-{row['trial']:04d}-attempt-{row['attempt']}.parquet").unlink()
+        shutil.rmtree(copy / row["log_path"])
+    kept = rows_of(copy)
+    autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER, "--output", str(copy))
+    after = rows_of(copy)
+    assert after[: len(kept)] == kept
+    assert min(row["started_at"] for row in after[len(kept) :]) >= max(row["ended_at"] for row in kept)
+    assert {row["stage"] for row in after} == {"baseline", "explore", "finalist", "round"}
+    assert yaml.safe_load((copy / "best.yaml").read_text())["complete"]
+
+
+def test_a_simulated_run_goes_on_neither_for_real_nor_on_another_cluster(copy: Path) -> None:
+    resume = ("run", str(copy / "job.yaml"), "--resume", "--output", str(copy))
+    with pytest.raises(UserError, match=r"on a simulated cluster .* cannot be resumed on a real cluster") as raised:
+        autotune(*resume)
+    assert CLUSTER in raised.value.hint
+    with pytest.raises(UserError, match=r"cannot be resumed on a simulated cluster .*seed=5"):
+        autotune(*resume, "--simulate", CLUSTER.replace("seed=4", "seed=5"))
+
+
+def test_a_real_run_does_not_go_on_simulated(copy: Path) -> None:
+    study = yaml.safe_load((copy / "study.yaml").read_text())
+    (copy / "study.yaml").write_text(yaml.safe_dump(study | {"simulated": ""}))
+    with pytest.raises(UserError, match="on a real cluster, which cannot be resumed on a simulated cluster"):
+        autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER, "--output", str(copy))
+
+
+def test_a_bad_cluster_moves_no_earlier_run_aside(copy: Path) -> None:
+    with pytest.raises(UserError, match="unknown key"):
+        tune(copy, simulate=f"{CLUSTER} speed=9")
+    assert (copy / "best.yaml").exists()
+    assert not copy.with_name("run.1").exists()
+
+
+def test_one_config_by_hand(tmp_path: Path) -> None:
+    arguments = ("measure", "llama3-8b", "--simulate", CLUSTER, "--output", str(tmp_path / "run"), "--repeat", "2")
+    sheet = autotune(*arguments, "--set", "micro_batch_size=2")
+    assert "MFU (simulated)" in sheet
+    assert "2 runs: median" in sheet
