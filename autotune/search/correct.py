@@ -47,7 +47,7 @@ class Assumed:
     """Of a measurement."""
 
 
-STEP_TIME = Assumed(common=0.25, structure=0.0, knob=0.035, pair_share=0.25, noise=0.018)
+STEP_TIME = Assumed(common=0.25, structure=0.0, knob=0.02, pair_share=0.25, noise=0.018)
 MEMORY = Assumed(common=0.05, structure=0.05, knob=0.02, pair_share=0.0, noise=0.01)
 UNPREDICTED = Assumed(common=1.0, structure=0.2, knob=0.15, pair_share=0.25, noise=0.018)
 """Of the measurements themselves, where there is no prediction."""
