@@ -337,6 +337,10 @@ class Budget(Section):
 
     trials: Positive = 24
     minutes: Annotated[float, Field(gt=0)] | None = None
+    gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    """Hours times the ranks of all trials at once, idle ones too: they are reserved. On a CPU, rank-hours."""
+    patience: NotNegative = 10
+    """Trials in a row without a gain of 0.5 % that end the search, once there have been 16; 0: never."""
 
 
 class MeasureSettings(Section):
@@ -385,7 +389,7 @@ class Job(Section):
     baseline: Baseline = Baseline()
     budget: Budget = Budget()
     measure: MeasureSettings = MeasureSettings()
-    sampler: Literal["tpe", "random"] = "tpe"
+    sampler: Literal["tpe", "gp", "random", "residual"] = "tpe"
     export_for: Literal["accelerate", "transformers"] | None = None
     """Pins, before the search, the knobs that this trainer decides itself."""
     seed: Annotated[int, Field(ge=0)] = 0

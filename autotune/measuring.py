@@ -15,7 +15,7 @@ from autotune.errors import InfrastructureError
 from autotune.history import History
 from autotune.job import Job
 from autotune.numerics import deviation
-from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row
+from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs, Measure, TrialSpec
@@ -110,11 +110,15 @@ class Measurer:
     """Trials still to come; of those that run side by side, each counts as its share of one."""
     rate_to_beat: float | None = None
     """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""
+    predict: Callable[[Knobs], dict[str, float]] = lambda _: {}
+    """The history's columns of what was predicted of a config."""
     keep_traces: bool = False
     """Of the profiled step, for Perfetto, in each trial's folder."""
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
+    _predicted_oom: set[Knobs] = field(default_factory=set)
+    """What has a row already that says so."""
     _next_trial: int = 0
     _flights: dict[int, _Flight] = field(default_factory=dict)
     """By trial number."""
@@ -146,6 +150,9 @@ class Measurer:
                 continue
             if row["study_id"] != self.study.study_id:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
+                continue
+            if attempt.outcome is Outcome.PREDICTED_OOM:
+                self._predicted_oom.add(attempt.knobs)
                 continue
             key = (attempt.stage, attempt.knobs, row["round"])
             if attempt.outcome in NOT_OF_THE_CONFIG:
@@ -333,9 +340,19 @@ class Measurer:
         if flight.spec.checkpoint_dir is not None:
             shutil.rmtree(flight.spec.checkpoint_dir, ignore_errors=True)  # what killed ranks left
         row = history_row(flight.spec, result, self.study, str(flight.folder.relative_to(self.out)))
-        row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs)) if flight.spec.knobs else {}
+        assert flight.spec.knobs is not None
+        row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs)) | self.predict(flight.spec.knobs)
         self._history.append(row)
         return attempt_from_row(row, self.study.limits)
+
+    def record_predicted_oom(self, knobs: Knobs) -> None:
+        """A row, without an attempt, of a config that the search proposed and that surely does not fit."""
+        if knobs in self._predicted_oom:
+            return
+        self._predicted_oom.add(knobs)
+        now_s = self.runner.clock.time()
+        self._history.append(predicted_oom_row(knobs, self._next_trial, self.predict(knobs), now_s, self.study))
+        self._next_trial += 1
 
     def _count_turn(self, stage: str) -> None:
         self.turns_left -= 1 / self.runner.num_slots if stage == SIDE_BY_SIDE else 1

@@ -64,6 +64,11 @@ class Limits:
         used: float | None = row.get("reserved_gib") if self.device == "cpu" else row.get("allocated_gib")
         return used
 
+    def reserved_share(self, row: dict[str, Any]) -> float | None:
+        """Of the limit, what CUDA's allocator took, cached blocks among it; on a CPU that is what is judged."""
+        reserved = row.get("reserved_gib")
+        return None if self.device == "cpu" or self.limit_gib is None or reserved is None else reserved / self.limit_gib
+
     @property
     def least_oom_over_limit(self) -> float:
         """What is known of a config that ran out of memory: it wanted more than all of the limit."""
@@ -135,12 +140,13 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         raise ValueError(f"losses {row['losses']}")
     used = limits.judged_gib(row)
     over = 0.0
+    retried = outcome is Outcome.OK and bool(row["alloc_retries"])
     if outcome is Outcome.OK:
         rate = row["tokens_per_s_per_rank"]
         if used is None or not _is_figure(rate) or rate == 0:
             raise ValueError(f"outcome ok with {used} GiB and {rate} tokens/s")
         over = limits.over_limit(used)
-        if row["alloc_retries"] and over <= 0:
+        if retried and over <= 0:
             over = limits.least_oom_over_limit  # an allocator that had to retry was at the edge
     elif outcome in OUT_OF_MEMORY:
         over = limits.least_oom_over_limit
@@ -150,7 +156,14 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         knobs=Knobs.from_dict(row["knobs"]),
         outcome=outcome,
         reason=row["reason"] or "",
-        told=Told(outcome, row.get("tokens_per_s_per_rank"), over),
+        told=Told(
+            outcome,
+            row.get("tokens_per_s_per_rank"),
+            over,
+            data_wait_share=_data_wait_share(row),
+            reserved_share=limits.reserved_share(row),
+            allocator_was_full=retried,
+        ),
         memory_gib=used,
         row=row,
     )
@@ -158,6 +171,36 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
 
 def _is_figure(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and value >= 0
+
+
+def _data_wait_share(row: dict[str, Any]) -> float | None:
+    """Of a step: what the profile shows the device to have waited, else what the host did."""
+    if row.get("frac_data_wait") is not None:
+        return float(row["frac_data_wait"])
+    waited_s, step_s, num_steps = (row.get(name) for name in ("data_wait_s", "step_time_s", "num_steps"))
+    return float(waited_s / (step_s * num_steps)) if _is_figure(waited_s) and step_s and num_steps else None
+
+
+def predicted_oom_row(
+    knobs: Knobs, trial: int, predicted: dict[str, float], at_s: float, study: Study
+) -> dict[str, Any]:
+    """The row of a config that the search proposed and that surely does not fit: no attempt was made."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return predicted | {
+        "study_id": study.study_id,
+        "trial": trial,
+        "attempt": 0,
+        "stage": "explore",
+        "started_at": at,
+        "ended_at": at,
+        "knobs": knobs.to_dict(),
+        "outcome": Outcome.PREDICTED_OOM.value,
+        "reason": "predicted not to fit, corrected by the trials so far; not tried",
+        "limit_gib": study.limits.limit_gib,
+        "world_size": study.world_size,
+        "hosts": [],
+        "simulated": bool(study.simulated),
+    }
 
 
 def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
 from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
+from autotune.preflight.closed_form import closed_form
+from autotune.preflight.prediction import Predictor
 from autotune.report.text import duration, finding_line, gib
 from autotune.rows import GIB, Attempt
+from autotune.search.stopping import Stopping
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
-from autotune.survey import load_survey, take_survey
+from autotune.survey import Survey, load_survey, note_stop, take_survey
 from autotune.verdict import Verdict, compare
 from autotune.warm_start import Priors, WarmStart
 from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
@@ -116,7 +119,24 @@ class Run:
         self.listener.message(f"  estimate: {self._estimate()}")
         # Reseeded when resumed: else the sampler would draw again what it drew at first.
         seed = self.job.seed + len(self.measurer.begun("explore"))
-        self.search = Search(self.space, self.job.sampler, seed, self.out / "logs" / "optuna.log")
+        limits = self.study.limits
+        self.search = Search(
+            self.space,
+            self.job.sampler,
+            seed,
+            self.out / "logs" / "optuna.log",
+            predictor=self._predictor(survey),
+            limit_gib=limits.limit_gib,
+            headroom=limits.headroom,
+            num_parallel=self.runner.num_slots,
+            say=self.listener.message,
+        )
+        self.measurer.predict = self.search.predicted_columns
+        self.stopping = Stopping(self.job.budget, self.runner.world_size * self.runner.num_slots)
+
+    def _predictor(self, survey: Survey) -> Predictor:
+        study, peak = self.study, self.study.peak.tflops_per_s
+        return closed_form(self.job, survey.shape, self.runner.device, survey.device_name, study.world_size, peak)
 
     def _planned_trials(self) -> int:
         return 1 + self.job.budget.trials + self._deciding_trials()
@@ -145,7 +165,7 @@ class Run:
 
     def _measure_baseline(self) -> Attempt:
         knobs = self.space.baseline
-        self.listener.baseline_known(knobs, sum(1 for _ in self.space.configs()))
+        self.listener.baseline_known(knobs, self.space.num_configs)
         attempt = self._trial(knobs, "baseline")
         if attempt.outcome in OUT_OF_MEMORY:
             careful = self._careful()
@@ -202,11 +222,12 @@ class Run:
             )
 
     def _refuse_a_budget_without_trials(self) -> None:
-        if self._out_of_time() and not self.measurer.begun(SIDE_BY_SIDE):
-            budget, spent_min = self.job.budget, (self.runner.clock.monotonic() - self._started) / 60
+        used_up = self.stopping.reason(0, self._elapsed_s())
+        if used_up is not None and not self.measurer.begun(SIDE_BY_SIDE):
+            budget = self.job.budget
             raise UserError(
-                f"budget.minutes = {budget.minutes:g}: survey and baseline alone took {spent_min:.2g} min, and nothing "
-                "could be tried beside the baseline",
+                f"{used_up}: survey and baseline alone took {self._elapsed_s() / 60:.2g} min, and nothing could be "
+                "tried beside the baseline",
                 f"raise it: the {budget.trials} trials of budget.trials take about "
                 f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
                 "What was measured is kept: `autotune show`, and --resume with the new budget",
@@ -237,26 +258,33 @@ class Run:
         begun = self._begun()
         # What an earlier life began may be under way again when the search, which is not told yet, proposes it.
         asked = (knobs for knobs in iter(self.search.ask, None) if knobs not in begun)
-        for number, knobs in enumerate(itertools.chain(begun, asked), start=1):
+        for num_proposed, knobs in enumerate(itertools.chain(begun, asked), start=1):
+            self._record_rejected()
             yield knobs
-            if number == self.job.budget.trials:
-                return
-            if self._out_of_time():
-                self.listener.message("  budget.minutes is used up: on to the finalists")
-                return
-        self.listener.message("  every config worth a trial has been tried")
+            reason = self.stopping.reason(num_proposed, self._elapsed_s())
+            if reason is not None:
+                return self._end_search(reason)
+        self._record_rejected()
+        return self._end_search("every config worth a trial has been tried")
+
+    def _end_search(self, reason: str) -> None:
+        self.listener.message(f"  the search ends: {reason}")
+        note_stop(self.out, reason)
+
+    def _record_rejected(self) -> None:
+        for knobs in self.search.take_rejected():
+            self.measurer.record_predicted_oom(knobs)
 
     def _begun(self) -> list[Knobs]:
         """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
         begun = self.measurer.begun(SIDE_BY_SIDE)
-        asked = set(self.space.configs()) if begun else set()
-        if not asked.issuperset(begun):
+        known = [knobs for knobs in begun if self.space.contains(knobs)]
+        if len(known) < len(begun):
             self.listener.message("  skipped configs of the history that are not in the space")
-        return [knobs for knobs in begun if knobs in asked]
+        return known
 
-    def _out_of_time(self) -> bool:
-        minutes = self.job.budget.minutes
-        return minutes is not None and self.runner.clock.monotonic() - self._started > 60 * minutes
+    def _elapsed_s(self) -> float:
+        return self.runner.clock.monotonic() - self._started
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self._deciding_trials()
@@ -339,7 +367,7 @@ class Run:
             verdict=verdict,
             num_out_of_memory=sum(a.outcome in OUT_OF_MEMORY for a in self._attempts),
             num_trials=len(self._attempts),
-            elapsed_s=self.runner.clock.monotonic() - self._started,
+            elapsed_s=self._elapsed_s(),
         )
 
     # --- one trial, and what is written of it -----------------------------------------------------------------
@@ -354,6 +382,8 @@ class Run:
             self._profiled[attempt.knobs] = attempt
         if attempt.stage in ("baseline", "explore"):
             self.search.tell(attempt.knobs, attempt.told)
+            if attempt.stage == SIDE_BY_SIDE:
+                self.stopping.count(attempt.tokens_per_s_per_rank if attempt.is_feasible else None)
             self._attempts.append(attempt)
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +38,10 @@ EXTRA_KNOBS = (
     "fused_optimizer",
 )
 """Knobs that are searched only where they are listed."""
+DECIDING = ("engine", "micro_batch_size", "num_workers", "reshard_after_forward")
+"""Knobs that decide whether others have an effect (`_exists`)."""
+MAX_ENUMERATED = 2**18
+"""Draws of candidates up to which every config of a space is looked at; it takes seconds, once."""
 DDP_CAP_MB = 25.0
 """torch's default."""
 DDP_CAPS_MB = (10.0, 25.0, 50.0, 100.0, 200.0)
@@ -98,6 +104,8 @@ class SearchSpace:
 
     def __init__(self, job: Job, facts: Facts) -> None:
         self.facts = facts
+        self._groups: dict[float, tuple[float, list[int]]] = {}
+        """By cap: there are few, and every config of the space asks."""
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
@@ -106,6 +114,8 @@ class SearchSpace:
         self.baseline = self._baseline(job)
         self._check_baseline(job)
         self.candidates = self._resolve(job)
+        self._made: dict[Knobs, dict[str, Any]] = {}
+        """Of a space that is not enumerated: the draws that made configs so far."""
         if job.export_for is not None:
             self._pin(job)
         self.hash = digest(
@@ -279,7 +289,7 @@ class SearchSpace:
 
     def _canonical_fsdp2(self, knobs: Knobs) -> dict[str, Any]:
         cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
-        num_units = len(group_blocks(self.facts.block_mib, cap + 1e-6))
+        num_units = len(self._grouped(cap)[1])
         kept_last = min(knobs.keep_last_units or 0, num_units)
         freed = bool(knobs.reshard_after_forward) and kept_last < num_units
         return {
@@ -305,9 +315,16 @@ class SearchSpace:
 
     def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
         """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
-        # A cap given as a multiple of the block's size must not lose to rounding.
-        units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
-        return unit_cap_mb(self.facts.block_mib, units), max(units)
+        cap, units = self._grouped(cap_mib)
+        return cap, max(units)
+
+    def _grouped(self, cap_mib: float) -> tuple[float, list[int]]:
+        """The smallest cap that groups blocks as `cap_mib` does, and the blocks of each unit."""
+        if cap_mib not in self._groups:
+            # A cap given as a multiple of the block's size must not lose to rounding.
+            units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
+            self._groups[cap_mib] = unit_cap_mb(self.facts.block_mib, units), units
+        return self._groups[cap_mib]
 
     def _canonical_mode(self, mode: str) -> str:
         stride = checkpoint_stride(mode)
@@ -315,19 +332,60 @@ class SearchSpace:
             return mode
         return f"every_{min(stride, self.facts.num_blocks)}" if self.facts.num_blocks > 1 else "full"
 
-    def suggest(self, trial: optuna.Trial) -> Knobs:
+    def suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
+        return self._make(self._complete(lambda name: self._suggest(trial, name)))
+
+    def suggest_flat(self, trial: optuna.trial.BaseTrial) -> Knobs:
+        """As `suggest`, but every knob is asked for, be it without effect: for samplers of one flat space."""
+        drawn = {name: self._suggest(trial, name) for name in self.candidates}
+        return self._make(self._complete(drawn.__getitem__))
+
+    def _suggest(self, trial: optuna.trial.BaseTrial, name: str) -> Any:
+        values = self.candidates[name]
+        if len(values) == 1:
+            return values[0]
+        if name in ORDERED:
+            return values[trial.suggest_int(name, 0, len(values) - 1)]
+        return trial.suggest_categorical(name, list(values))
+
+    def _make(self, drawn: dict[str, Any]) -> Knobs:
+        knobs = self._config(_by_field(drawn))
+        if not self.is_enumerable:
+            self._made.setdefault(knobs, drawn)
+        return knobs
+
+    def _complete(self, choose: Callable[[str], Any]) -> dict[str, Any]:
+        """One draw: a candidate of every knob that has an effect beside those drawn before it."""
         drawn: dict[str, Any] = {}
-        for name, values in self.candidates.items():
-            if not _exists(name, drawn, self.pairs):
-                continue
-            if len(values) == 1:
-                drawn[_field(name)] = values[0]
-            elif name in ORDERED:
-                drawn[_field(name)] = values[trial.suggest_int(name, 0, len(values) - 1)]
-            else:
-                drawn[_field(name)] = trial.suggest_categorical(name, list(values))
-        return self._config(drawn)
+        for name in self.candidates:
+            if _exists(name, drawn, self.pairs):
+                drawn[name] = choose(name)
+        return drawn
+
+    @functools.cached_property
+    def num_draws(self) -> int:
+        """Draws of candidates there are; no fewer than configs, as some draws are the same in effect."""
+        deciding = [name for name in DECIDING if name in self.candidates]
+        total = 0
+        for values in itertools.product(*(self.candidates[name] for name in deciding)):
+            one = dict(zip(deciding, values, strict=True))
+            total += math.prod(
+                len(candidates)
+                for name, candidates in self.candidates.items()
+                if name not in deciding and _exists(name, one, self.pairs)
+            )
+        return total
+
+    @property
+    def is_enumerable(self) -> bool:
+        """Whether the space is small enough that all of it is looked at; of a larger one, a part is drawn."""
+        return self.num_draws <= MAX_ENUMERATED
+
+    @property
+    def num_configs(self) -> int:
+        """Distinct configs; of a space too large to be enumerated, the draws that make them."""
+        return len(self._draws) if self.is_enumerable else self.num_draws
 
     @functools.cached_property
     def _draws(self) -> dict[Knobs, dict[str, Any]]:
@@ -335,14 +393,30 @@ class SearchSpace:
         drawn: list[dict[str, Any]] = [{}]
         for name, values in self.candidates.items():
             drawn = [
-                {**one, name: value} if _exists(name, one, self.pairs) else one
+                extended
                 for one in drawn
-                for value in (values if _exists(name, one, self.pairs) else values[:1])
+                for extended in (
+                    ({**one, name: value} for value in values) if _exists(name, one, self.pairs) else (one,)
+                )
             ]
         found: dict[Knobs, dict[str, Any]] = {}
         for one in drawn:
-            found.setdefault(self._config({_field(name): value for name, value in one.items()}), one)
+            found.setdefault(self._config(_by_field(one)), one)
         return found
+
+    def _draw_of(self, knobs: Knobs) -> dict[str, Any] | None:
+        """The candidates that make `knobs`; None if there are none."""
+        if self.is_enumerable or knobs in self._made:
+            return (self._draws if self.is_enumerable else self._made).get(knobs)
+        drawn = self._complete(lambda name: getattr(knobs, _field(name)))
+        made_of_candidates = all(value in self.candidates[name] for name, value in drawn.items())
+        return drawn if made_of_candidates and self._config(_by_field(drawn)) == knobs else None
+
+    def _checked_draw(self, knobs: Knobs) -> dict[str, Any]:
+        drawn = self._draw_of(knobs)
+        if drawn is None:
+            raise ValueError(f"{knobs} is made by no candidates of {self.candidates}")
+        return drawn
 
     def params(self, knobs: Knobs) -> dict[str, Any]:
         """The draws that `suggest` turns into `knobs`.
@@ -350,29 +424,89 @@ class SearchSpace:
         Raises:
             ValueError: no candidates make that config.
         """
-        if knobs not in self._draws:
-            raise ValueError(f"{knobs} is made by no candidates of {self.candidates}")
         return {
-            name: self.candidates[name].index(value) if name in ORDERED else value
-            for name, value in self._draws[knobs].items()
-            if len(self.candidates[name]) > 1
+            name: index if name in ORDERED else self.candidates[name][index]
+            for name, index in self.indices(knobs).items()
         }
 
-    def distributions(self, knobs: Knobs) -> dict[str, optuna.distributions.BaseDistribution]:
-        """Optuna's distributions of `params(knobs)`."""
+    def indices(self, knobs: Knobs) -> dict[str, int]:
+        """Of each searched knob that has an effect in `knobs`, the index of its candidate.
+
+        Raises:
+            ValueError: no candidates make that config.
+        """
+        drawn = self._checked_draw(knobs)
+        return {name: self._index_of[name][drawn[name]] for name in self.searched if name in drawn}
+
+    @functools.cached_property
+    def _index_of(self) -> dict[str, dict[Any, int]]:
+        return {name: {value: i for i, value in enumerate(values)} for name, values in self.candidates.items()}
+
+    def flat_params(self, knobs: Knobs) -> dict[str, Any]:
+        """The draws that `suggest_flat` turns into `knobs`: of a knob without effect, the first candidate."""
+        unused = {name: 0 if name in ORDERED else self.candidates[name][0] for name in self.searched}
+        return unused | self.params(knobs)
+
+    @functools.cached_property
+    def searched(self) -> tuple[str, ...]:
+        """Names of the knobs that have more than one candidate."""
+        return tuple(name for name, values in self.candidates.items() if len(values) > 1)
+
+    @functools.cached_property
+    def all_distributions(self) -> dict[str, optuna.distributions.BaseDistribution]:
+        """Optuna's distributions of all knobs that are searched."""
         return {
             name: optuna.distributions.IntDistribution(0, len(self.candidates[name]) - 1)
             if name in ORDERED
             else optuna.distributions.CategoricalDistribution(list(self.candidates[name]))
-            for name in self.params(knobs)
+            for name in self.searched
         }
 
+    def distributions(self, knobs: Knobs) -> dict[str, optuna.distributions.BaseDistribution]:
+        """Optuna's distributions of `params(knobs)`."""
+        return {name: self.all_distributions[name] for name in self.params(knobs)}
+
     def contains(self, knobs: Knobs) -> bool:
-        return knobs in self._draws
+        return self._draw_of(knobs) is not None
 
     def configs(self) -> Iterator[Knobs]:
         """Every config of the space once, in canonical form."""
         return iter(self._draws)
+
+    def draw(self, rng: random.Random) -> Knobs:
+        """A config at random, each draw of candidates as likely as any other."""
+        return self._make(self._complete(lambda name: rng.choice(self.candidates[name])))
+
+    def neighbours(self, knobs: Knobs) -> list[Knobs]:
+        """The configs that differ from `knobs` in one knob that is searched.
+
+        A knob that has an effect only then takes the baseline's value.
+
+        Raises:
+            ValueError: no candidates make that config.
+        """
+        drawn = self._checked_draw(knobs)
+        found: dict[Knobs, None] = {}
+        for name in self.searched:
+            for value in self.candidates[name] if name in drawn else ():
+                changed = self._usual | drawn | {name: value}
+                found[self._make(self._complete(changed.__getitem__))] = None
+        return [other for other in found if other != knobs]
+
+    @functools.cached_property
+    def _usual(self) -> dict[str, Any]:
+        """Of each knob the baseline's value, or the first candidate."""
+        own = {name: getattr(self.baseline, _field(name)) for name in self.candidates}
+        return {name: own[name] if own[name] in values else values[0] for name, values in self.candidates.items()}
+
+    @property
+    def usual_indices(self) -> dict[str, int]:
+        """Of each searched knob the index of the baseline's value, or of the first candidate."""
+        return {name: self._index_of[name][self._usual[name]] for name in self.searched}
+
+
+def _by_field(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    return {_field(name): value for name, value in drawn.items()}
 
 
 def _field(name: str) -> str:

@@ -19,6 +19,7 @@ from autotune.hardware import Peak, peak_for
 from autotune.job import Job
 from autotune.job_file import UNPARSABLE
 from autotune.measuring import MAX_RETRIES, make_spec
+from autotune.preflight.shape import ModelShape, of_surveyed
 from autotune.report.text import SIMULATED, gib
 from autotune.rows import Limits, ModelFacts, Study
 from autotune.space import Facts, SearchSpace
@@ -42,6 +43,8 @@ class Survey:
     num_blocks: int
     data: str
     """What is trained on, for people."""
+    shape: ModelShape | None
+    """For the closed forms; None: they do not know a model of its kind."""
 
     def describe(self) -> str:
         """For the screen: model, batch, device, peak and limit, with units."""
@@ -200,7 +203,8 @@ def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Su
         simulated=runner.simulated,
     )
     data = _describe_data(job, found, runner.world_size)
-    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data)
+    shape = of_surveyed(job.model, found, job.training.precision)
+    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data, shape)
 
 
 def _typed(kind: type[T], value: object) -> T:
@@ -216,3 +220,11 @@ def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
         f"{found['data']}; {_typed(int, found['num_sequences']):,} sequences, the first comes again after "
         f"{found['num_sequences'] / batch:,.1f} steps of a trial"
     )
+
+
+def note_stop(out: Path, reason: str) -> None:
+    """Adds to study.yaml why the search ended."""
+    path = out / FILE_NAME
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content["search_ended"] = reason
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))

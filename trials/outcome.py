@@ -34,6 +34,8 @@ class Outcome(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10
     UNCLEAN_DEVICE = "unclean_device"
     INTERRUPTED = "interrupted"
     STORAGE_FAILED = "storage_failed"
+    PREDICTED_OOM = "predicted_oom"
+    """Proposed by the search, and not tried."""
 
     def __str__(self) -> str:
         return self.value

@@ -6,27 +6,47 @@ and not a failure: the sampler learns where the edge is, and nothing is invented
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
+from optuna.trial import TrialState
 
 from autotune.logs import send_to_file
+from autotune.preflight.guarded import Guarded
+from autotune.preflight.prediction import Prediction, Predictor
+from autotune.search.correct import Fit, Zone, step_time
 from autotune.search.feasible import dominating_oom
-from autotune.search.samplers import make_sampler
+from autotune.search.observed import (
+    ALLOCATOR_FULL,
+    ANSWERED,
+    CONSTRAINT,
+    DATA_WAIT,
+    OUTCOME,
+    PRIOR,
+    RESERVED,
+    Observed,
+    observe,
+)
+from autotune.search.pool import Pool
+from autotune.search.residual.acquisition import SAFE
+from autotune.search.residual.kernel import Tables
+from autotune.search.samplers import FITS_COMPLETE_ONLY, FLAT, KNOWS_WHAT_FITS, make_sampler
+from autotune.search.seeds import NUM_SEEDS, seeds
 from autotune.space import SearchSpace
 from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
 from trials.record import Knobs
 
-CONSTRAINT = "memory_over_limit"
-"""Greater than 0 where a config does not fit, in units of the limit."""
-PRIOR = "prior"
-"""User attribute of trials that an earlier run has made: their values are estimates."""
 MAX_FREE_ASKS = 15
 """Answers in a row that need no trial, before a config is drawn from those that do."""
+MAX_FREE_ASKS_OF = {"gp": 2}
+"""Of samplers that take a second for each, and ask again for what they were answered."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,12 @@ class Told:
     tokens_per_s_per_rank: float | None
     memory_over_limit: float
     """Used memory / (1 - headroom) / limit, minus 1; positive if it does not fit."""
+    data_wait_share: float | None = None
+    """Of the timed steps, spent waiting for batches on the rank that waited longest."""
+    reserved_share: float | None = None
+    """On CUDA, of the limit: what the allocator took."""
+    allocator_was_full: bool = False
+    """It had to empty its cache and try again: more was wanted than there is, how much more is not known."""
 
 
 class Search:
@@ -44,50 +70,137 @@ class Search:
 
     Args:
         log: Optuna's own messages go there.
+        predictor: what configs will take; None: the search learns from its trials alone.
+        limit_gib: memory per rank; None: not known, everything is taken to fit.
+        headroom: share of it that a config must leave free.
+        num_parallel: trials that run at once.
+        say: told, once, if predictions fail.
     """
 
-    def __init__(self, space: SearchSpace, sampler: str, seed: int, log: Path) -> None:
+    def __init__(
+        self,
+        space: SearchSpace,
+        sampler: str,
+        seed: int,
+        log: Path,
+        *,
+        predictor: Predictor | None = None,
+        limit_gib: float | None = None,
+        headroom: float = 0.0,
+        num_parallel: int = 1,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         send_to_file("optuna", log)
         self.space = space
-        self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, seed))
+        self._predictor = Guarded(predictor, say) if predictor is not None else None
+        self._pool = Pool(space, self._predictor, limit_gib, headroom, seed)
+        self._sampler = sampler
+        self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, seed, self._pool))
         self._random = random.Random(seed)
         self._known: dict[Knobs, Told] = {}
         self._asked: dict[Knobs, optuna.Trial] = {}
+        self._num_parallel = num_parallel
+        self._proposed: list[Knobs] = []
+        self._seeds: Iterator[Knobs] | None = None
+        self._rejected: dict[Knobs, None] = {}
+        self._reported: set[Knobs] = set()
 
     @property
     def known(self) -> dict[Knobs, Told]:
         return dict(self._known)
 
+    def prediction(self, knobs: Knobs) -> Prediction | None:
+        """What was predicted of a config before anything was learned."""
+        return self._predictor.predict(knobs) if self._predictor is not None else None
+
+    def predicted_columns(self, knobs: Knobs) -> dict[str, float]:
+        """The same, as the history has it; memory on the scale that the limit judges."""
+        found = self.prediction(knobs)
+        if found is None:
+            return {}
+        return {"predicted_gib": self._pool.judged_gib(found), "predicted_step_time_s": found.step_s}
+
+    def take_rejected(self) -> list[Knobs]:
+        """Configs that were proposed since the last call, and were not tried since they surely do not fit."""
+        new = [knobs for knobs in self._rejected if knobs not in self._reported]
+        self._reported.update(new)
+        return new
+
+    def count_zones(self) -> dict[Zone, int]:
+        """Configs that are looked at, by how surely they fit as it is believed now; roughly."""
+        fit = self._fit()
+        safe, possible = fit.roughly() >= SAFE, fit.may_fit()
+        num_safe, num_possible = int(safe.sum()), int((safe | possible).sum())
+        return {
+            Zone.SAFE: num_safe,
+            Zone.RISKY: num_possible - num_safe,
+            Zone.SURE_OOM: len(self._pool) - num_possible,
+        }
+
     def ask(self) -> Knobs | None:
         """A config that is worth a trial; None once there is none left."""
-        for _ in range(MAX_FREE_ASKS):
+        if self._seeds is None:
+            self._seeds = iter([*self._proposed, *self._make_seeds()])
+        for knobs in self._seeds:
+            if self._is_open(knobs):
+                return self._enqueue(knobs)
+        fit = self._fit()
+        for _ in range(MAX_FREE_ASKS_OF.get(self._sampler, MAX_FREE_ASKS)):
             trial = self._study.ask()
-            knobs = self.space.suggest(trial)
-            answer = self._answer_without_trial(knobs)
+            knobs = self._suggest(trial)
+            answer = self._answer_without_trial(knobs) or self._answer_by_prediction(knobs, fit)
             if answer is None and knobs not in self._asked:
                 self._asked[knobs] = trial
                 return knobs
             if answer is None:
-                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # being measured right now
+                self._study.tell(trial, state=TrialState.FAIL)  # being measured right now
             else:
+                trial.set_user_attr(ANSWERED, True)
                 self._tell(trial, answer)
-        return self._draw_untried()
+        return self._draw_untried(fit)
 
-    def _draw_untried(self) -> Knobs | None:
-        untried = [
-            knobs
-            for knobs in self.space.configs()
-            if self._answer_without_trial(knobs) is None and knobs not in self._asked
-        ]
-        if not untried:
-            return None
-        knobs = self._random.choice(untried)
-        self._study.enqueue_trial(self.space.params(knobs))
+    def _suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
+        return self.space.suggest_flat(trial) if self._sampler in FLAT else self.space.suggest(trial)
+
+    def _params(self, knobs: Knobs) -> dict[str, Any]:
+        return self.space.flat_params(knobs) if self._sampler in FLAT else self.space.params(knobs)
+
+    def _enqueue(self, knobs: Knobs) -> Knobs:
+        self._study.enqueue_trial(self._params(knobs))
         trial = self._study.ask()
-        drawn = self.space.suggest(trial)
+        drawn = self._suggest(trial)
         assert drawn == knobs
         self._asked[knobs] = trial
         return knobs
+
+    def _make_seeds(self) -> list[Knobs]:
+        observed = self._observed()
+        fit, speed = Fit(self._pool, self._tables, observed), step_time(self._pool, self._tables, observed)
+        return seeds(self._pool, fit, speed, self._is_open, max(NUM_SEEDS, self._num_parallel))
+
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        return Tables(self.space)
+
+    def _observed(self) -> Observed:
+        return observe(self._study.get_trials(deepcopy=False), self._pool)
+
+    def _fit(self) -> Fit:
+        return Fit(self._pool, self._tables, self._observed())
+
+    def _is_open(self, knobs: Knobs) -> bool:
+        return self._answer_without_trial(knobs) is None and knobs not in self._asked
+
+    def _draw_untried(self, fit: Fit) -> Knobs | None:
+        """At random from what may fit; what may well not, only after all the rest."""
+        p_fit, possible = fit.roughly(), fit.may_fit()
+        order = list(range(len(self._pool)))
+        self._random.shuffle(order)
+        for index in sorted(order, key=lambda i: bool(p_fit[i] < SAFE)):
+            knobs = self._pool.configs[index]
+            if possible[index] and self._is_open(knobs):
+                return self._enqueue(knobs)
+        return None
 
     def _answer_without_trial(self, knobs: Knobs) -> Told | None:
         if knobs in self._known:
@@ -96,6 +209,17 @@ class Search:
         out_of_memory = [k for k, told in self._known.items() if told.outcome is Outcome.OOM_DEVICE]
         cause = dominating_oom(knobs, out_of_memory)
         return self._known[cause] if cause is not None else None
+
+    def _answer_by_prediction(self, knobs: Knobs, fit: Fit) -> Told | None:
+        """An out-of-memory, of a config that surely does not fit, or for now of one that may well not."""
+        index = int(self._pool.add([knobs])[0])
+        zone = fit.zone(index)
+        if zone is Zone.SURE_OOM:
+            self._rejected[knobs] = None
+        elif zone is Zone.SAFE or self._pool.always_allowed[index] or self._sampler in KNOWS_WHAT_FITS:
+            return None
+        over = math.expm1(float(fit.log_fill(np.array([index]))[0]))
+        return Told(Outcome.OOM_DEVICE, None, max(over, 1e-6))
 
     def tell(self, knobs: Knobs, told: Told) -> None:
         """Takes in what a trial found; of a config that was asked for, or of any other (the baseline)."""
@@ -112,39 +236,59 @@ class Search:
         self._add(knobs, told, {PRIOR: True})
 
     def propose(self, knobs: Knobs) -> None:
-        """Has a config of this space asked for before the sampler draws its own."""
-        self._study.enqueue_trial(self.space.params(knobs))
+        """Has a config of this space asked for before all others; call it before the first `ask`."""
+        self._proposed.append(knobs)
 
     def _tell(self, trial: optuna.Trial, told: Told) -> None:
-        state, value = _state_and_value(told)
-        if state is not optuna.trial.TrialState.FAIL:
+        state, value = self._state_and_value(told)
+        for name, attribute in _attributes(told).items():
+            trial.set_user_attr(name, attribute)
+        if state is not TrialState.FAIL:
             trial.set_constraint(CONSTRAINT, told.memory_over_limit)
-        if state is optuna.trial.TrialState.COMPLETE:
+        if state is TrialState.COMPLETE:
             self._study.tell(trial, value)
         else:
             self._study.tell(trial, state=state)
 
     def _add(self, knobs: Knobs, told: Told, user_attrs: dict[str, Any] | None = None) -> None:
-        state, value = _state_and_value(told)
-        constraints = {} if state is optuna.trial.TrialState.FAIL else {CONSTRAINT: told.memory_over_limit}
+        state, value = self._state_and_value(told)
+        constraints = {} if state is TrialState.FAIL else {CONSTRAINT: told.memory_over_limit}
+        params = self._params(knobs)
         self._study.add_trial(
             optuna.trial.create_trial(
                 state=state,
                 value=value,
-                params=self.space.params(knobs),
-                distributions=self.space.distributions(knobs),
+                params=params,
+                distributions={name: self.space.all_distributions[name] for name in params},
                 constraints=constraints,
-                user_attrs=user_attrs,
+                user_attrs=_attributes(told) | (user_attrs or {}),
             )
         )
 
+    def _state_and_value(self, told: Told) -> tuple[TrialState, float | None]:
+        """Optuna's view of an outcome: FAIL teaches samplers nothing, PRUNED only its constraint."""
+        if told.outcome is Outcome.OK:
+            assert told.tokens_per_s_per_rank is not None
+            assert math.isfinite(told.memory_over_limit)
+            return TrialState.COMPLETE, told.tokens_per_s_per_rank
+        if told.outcome not in OUT_OF_MEMORY:
+            return TrialState.FAIL, None
+        fitting = [
+            known.tokens_per_s_per_rank
+            for known in self._known.values()
+            if known.tokens_per_s_per_rank is not None and known.memory_over_limit <= 0
+        ]
+        if self._sampler in FITS_COMPLETE_ONLY and fitting:
+            return TrialState.COMPLETE, min(fitting)
+        return TrialState.PRUNED, None
 
-def _state_and_value(told: Told) -> tuple[optuna.trial.TrialState, float | None]:
-    """Optuna's view of an outcome: FAIL teaches samplers nothing, PRUNED only its constraint."""
-    if told.outcome is Outcome.OK:
-        assert told.tokens_per_s_per_rank is not None
-        assert math.isfinite(told.memory_over_limit)
-        return optuna.trial.TrialState.COMPLETE, told.tokens_per_s_per_rank
-    if told.outcome in OUT_OF_MEMORY:
-        return optuna.trial.TrialState.PRUNED, None
-    return optuna.trial.TrialState.FAIL, None
+
+def _attributes(told: Told) -> dict[str, Any]:
+    """For the samplers, and for whoever looks at the study by other means."""
+    attributes = {
+        OUTCOME: told.outcome.value,
+        DATA_WAIT: told.data_wait_share,
+        RESERVED: told.reserved_share,
+        ALLOCATOR_FULL: told.allocator_was_full or None,
+    }
+    return {name: attribute for name, attribute in attributes.items() if attribute is not None}

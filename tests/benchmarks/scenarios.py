@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from autotune.job import Job
 from autotune.job_file import validate
+from autotune.preflight.closed_form import closed_form
+from autotune.preflight.prediction import Prediction, Predictor
+from autotune.preflight.shape import of_model
 from autotune.rows import Limits
 from autotune.search.study import Told
 from autotune.simulate.cluster import parse_cluster
@@ -167,8 +170,12 @@ class Physics:
         self.configs = list(self.space.configs())
         self.index = {knobs: number for number, knobs in enumerate(self.configs)}
         found = [self._of(knobs) for knobs in self.configs]
-        self.step_s, self.allocated, self.pools = np.array(found).T
+        self.step_s, self.allocated, self.pools, self.data_wait = np.array(found).T
         self._codes = {name: _codes(self.configs, name) for name in self.world.hidden.names}
+        device = self.world.cluster.device
+        self.predictor = Remembered(
+            closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
+        )
 
     def table(self, name: str, effect: Callable[[str, object], float]) -> Numbers:
         """A knob's effect in each config."""
@@ -181,10 +188,23 @@ class Physics:
         effects = [[effect(pair[0], value, pair[1], other) for other in others] for value in values]
         return np.array(effects)[codes, other_codes]
 
-    def _of(self, knobs: Knobs) -> tuple[float, float, float]:
+    def _of(self, knobs: Knobs) -> tuple[float, float, float, float]:
         parts, _, _ = self.world.step_parts(knobs)
-        peaks = self.world.peaks(knobs)
-        return sum(parts.values()), peaks.allocated, peaks.pools
+        peaks, seconds = self.world.peaks(knobs), sum(parts.values())
+        return seconds, peaks.allocated, peaks.pools, parts["data_wait"] / seconds
+
+
+class Remembered:
+    """A predictor that is asked once for each config, by many searches of one space."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._found: dict[Knobs, Prediction | None] = {}
+
+    def predict(self, knobs: Knobs) -> Prediction | None:
+        if knobs not in self._found:
+            self._found[knobs] = self._predictor.predict(knobs)
+        return self._found[knobs]
 
 
 def _codes(configs: list[Knobs], name: str) -> tuple[list[object], NDArray[np.int64]]:
@@ -208,8 +228,9 @@ class Landscape:
         self._physics = physics(name)
         self.job, self.space, self.configs = self._physics.job, self._physics.space, self._physics.configs
         self.world = self._physics.scenario.world(seed)
-        limit_gib = self.world.machine.memory_bytes / GIB
-        self.limits = Limits("cuda", limit_gib, self.job.cluster.memory_headroom)
+        self.predictor = self._physics.predictor
+        self.limit_gib = self.world.machine.memory_bytes / GIB
+        self.limits = Limits("cuda", self.limit_gib, self.job.cluster.memory_headroom)
         self._enumerate()
 
     def _enumerate(self) -> None:
@@ -223,7 +244,7 @@ class Landscape:
         tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
         self.rates = tokens / (shared.step_s * np.exp(np.sum(effects, axis=0)) * (1 + judged.retry_cost))
         self.allocated_gib, self.needed_gib = shared.allocated * memory / GIB, judged.needed / GIB
-        self.retries = judged.retries
+        self.retries, self.reserved_gib = judged.retries, judged.reserved / GIB
         over = self.limits.over_limit
         self.out_of_memory = self.needed_gib > world.capacity_bytes / GIB
         self.fits = ~self.out_of_memory & (self.retries == 0) & np.array([over(gib) <= 0 for gib in self.allocated_gib])
@@ -252,4 +273,11 @@ class Landscape:
         over = self.limits.over_limit(float(self.allocated_gib[number]))
         if self.retries[number] and over <= 0:
             over = self.limits.least_oom_over_limit
-        return Told(Outcome.OK, float(self.rates[number]) / run_factor, over)
+        return Told(
+            Outcome.OK,
+            float(self.rates[number]) / run_factor,
+            over,
+            data_wait_share=float(self._physics.data_wait[number]),
+            reserved_share=float(self.reserved_gib[number]) / self.limit_gib,
+            allocator_was_full=bool(self.retries[number]),
+        )

@@ -45,11 +45,19 @@ class Strategy(Protocol):
     def tell(self, knobs: Knobs, told: Told) -> None: ...
 
 
-def by_search(sampler: str) -> Callable[[Landscape, int], Strategy]:
-    """The product's own search with one of its samplers."""
+def by_search(sampler: str, *, predicts: bool = True) -> Callable[[Landscape, int], Strategy]:
+    """The product's own search with one of its samplers; with or without the closed forms."""
 
     def make(landscape: Landscape, seed: int) -> Strategy:
-        return Search(landscape.space, sampler, seed, Path(tempfile.gettempdir()) / "search-benchmark.log")
+        return Search(
+            landscape.space,
+            sampler,
+            seed,
+            Path(tempfile.gettempdir()) / "search-benchmark.log",
+            predictor=landscape.predictor if predicts else None,
+            limit_gib=landscape.limit_gib,
+            headroom=landscape.limits.headroom,
+        )
 
     return make
 
@@ -117,6 +125,9 @@ STRATEGIES: dict[str, Callable[[Landscape, int], Strategy]] = {
     "deepspeed-like": LargestBatchFirst,
     "tpe": by_search("tpe"),
     "random": by_search("random"),
+    "gp": by_search("gp"),
+    "residual": by_search("residual"),
+    "residual-unpredicted": by_search("residual", predicts=False),
 }
 """By name; `-bare` is Optuna alone, without the product's own filter of repeats and of what surely does not fit."""
 

@@ -84,7 +84,7 @@ def surveyed(exam: Examination, num_params: int = 10**9, **peak: Any) -> Examina
         space_hash="h",
         world_size=exam.job.cluster.world_size,
     )
-    return replace(exam, survey=Survey(study, make_space(), "d", 4, "text"))
+    return replace(exam, survey=Survey(study, make_space(), "d", 4, "text", None))
 
 
 def measured(exam: Examination, *rates: MatmulRate) -> Examination:

@@ -67,7 +67,9 @@ def test_a_space_without_the_baseline_can_be_searched(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_the_baseline_uses_up_is_told_and_can_be_raised(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"budget.minutes = 0.5: survey and baseline alone took 1 min") as refused:
+    with pytest.raises(
+        UserError, match=r"budget.minutes = 0.5 is used up: survey and baseline alone took 1 min"
+    ) as refused:
         run(tmp_path, budget={"minutes": 0.5, "trials": 4})
     assert "the 4 trials of budget.trials take about 1 min 45 s more" in str(refused.value)
     assert [row["stage"] for row in History(tmp_path / "history").rows()[0]] == ["baseline"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from autotune.cli import cli
-from autotune.errors import UserError
+from autotune.errors import InfrastructureError, UserError
 from autotune.history import History
 
 CLUSTER = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3' seed=4"
@@ -50,9 +51,9 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 def test_everything_that_is_kept_says_that_it_is_simulated(finished: Path) -> None:
     rows = rows_of(finished)
-    assert {row["stage"] for row in rows} == {"baseline", "explore", "finalist", "round"}
+    assert {row["stage"] for row in rows} == {"baseline", "explore", "finalist", "round", "endurance"}
     assert {row["simulated"] for row in rows} == {True}
-    assert all("simulated" in row["peak_source"] for row in rows)
+    assert all("simulated" in row["peak_source"] for row in rows if row["outcome"] != "predicted_oom")
     assert all(host.startswith("simulated-") for row in rows for host in row["hosts"])
     assert {row["ended_at"].year for row in rows} == {2000}, "no date at which anything was measured"
     text = (finished / "best.yaml").read_text()
@@ -68,7 +69,7 @@ def test_everything_that_is_shown_says_so_too(finished: Path, tmp_path: Path) ->
     screen = (finished.parent / "screen.txt").read_text()
     assert f"SIMULATED, nothing is measured: {CLUSTER}" in screen
     lines = [line for line in screen.splitlines() if "tokens/s  MFU" in line]
-    assert len(lines) == len(rows_of(finished))
+    assert len(lines) == sum(row["outcome"] != "predicted_oom" for row in rows_of(finished))
     assert all("MFU (simulated)" in line for line in lines)
     shown = autotune("show", str(finished))
     assert "SIMULATED: nothing was measured" in shown
@@ -102,16 +103,20 @@ def test_a_winner_endures(tmp_path: Path) -> None:
 
 
 def test_a_study_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
-    all_at_work = "--set", "cluster.parallel_trials=4"
-    screen = tune(tmp_path / "run", *all_at_work, simulate=f"{CLUSTER} node_loss=0.08")
-    assert "is tried again" in screen
-    assert "no nodes are left for more: 3 at once from here on" in screen
-    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["complete"] is True
+    """Which attempts lose a node is drawn: of a few clusters, some lose more than they have to spare."""
+    screens = []
+    for seed in range(6):
+        cluster = f"nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3' seed={seed} node_loss=0.15"
+        with contextlib.suppress(InfrastructureError):  # three times the same trial
+            screens.append(tune(tmp_path / str(seed), "--set", "cluster.parallel_trials=4", simulate=cluster))
+            assert yaml.safe_load((tmp_path / str(seed) / "best.yaml").read_text())["complete"] is True
+    assert any("is tried again" in screen for screen in screens)
+    assert any("no nodes are left for more: 3 at once from here on" in screen for screen in screens)
 
 
 def test_the_minutes_of_a_budget_are_the_clusters(tmp_path: Path) -> None:
     screen = tune(tmp_path / "run", "--set", "budget.minutes=5")
-    assert "budget.minutes is used up" in screen
+    assert "budget.minutes = 5 is used up" in screen
     assert len([row for row in rows_of(tmp_path / "run") if row["stage"] == "explore"]) < 8
 
 
@@ -126,16 +131,17 @@ def test_equal_seeds_tell_equal_stories(finished: Path, tmp_path: Path) -> None:
 
 def test_an_interrupted_study_goes_on_after_its_own_time(copy: Path) -> None:
     before = rows_of(copy)
-    late = [row for row in before if row["stage"] != "baseline" and row["trial"] > 4]
+    late = [row for row in before if row["trial"] > 4]
     for row in late:
         (copy / "history" / f"trial-{row['trial']:04d}-attempt-{row['attempt']}.parquet").unlink()
-        shutil.rmtree(copy / row["log_path"])
+        if row["log_path"] is not None:  # of what was tried
+            shutil.rmtree(copy / row["log_path"])
     kept = rows_of(copy)
     autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER, "--output", str(copy))
     after = rows_of(copy)
     assert after[: len(kept)] == kept
     assert min(row["started_at"] for row in after[len(kept) :]) >= max(row["ended_at"] for row in kept)
-    assert {row["stage"] for row in after} == {"baseline", "explore", "finalist", "round"}
+    assert {row["stage"] for row in after} == {row["stage"] for row in before}
     assert yaml.safe_load((copy / "best.yaml").read_text())["complete"]
 
 
