@@ -45,6 +45,17 @@ def memory_limit_bytes(proc: Path = Path("/proc")) -> int | None:
     return min((limit for limit in found if limit < _UNLIMITED_BYTES), default=None)
 
 
+def memory_left_bytes(proc: Path = Path("/proc")) -> int | None:
+    """The least that any of this process's cgroups still has to give; None without a limit."""
+    left = []
+    for is_v1, folder in folders("memory", proc):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        limit, used = ("".join(read_lines(folder / name)) for name in names)
+        if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_BYTES:
+            left.append(int(limit) - int(used))
+    return min(left, default=None)
+
+
 def max_tasks(proc: Path = Path("/proc")) -> int | None:
     """Processes and threads that the cgroups allow in all; None without a limit."""
     return min(_numbers("pids", "pids.max", "pids.max", proc), default=None)

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from trials import cgroup
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP = Path("/sys/fs/cgroup")
 LEAST_GROWTH_BYTES = 8 * 2**20
 """From one third of the steps to the next; below, allocators and page faults grow as much by themselves."""
 
@@ -25,16 +26,14 @@ def resident_bytes(pids: Sequence[int]) -> int:
 
 
 def available_bytes() -> int:
-    """What this host, or the container's limit (cgroup v2), still has to give."""
+    """What this host, or the container's limit, still has to give."""
     found = [
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable:")
     ]
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.exists() and limit.read_text().strip() != "max":
-        found.append(int(limit.read_text()) - int(used.read_text()))
-    return max(0, min(found))
+    left = cgroup.memory_left_bytes()
+    return max(0, min(found if left is None else [*found, left]))
 
 
 def growth_bytes_per_step(samples: Sequence[int]) -> float:

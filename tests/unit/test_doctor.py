@@ -302,6 +302,7 @@ def test_the_tightest_limit_of_v2_and_its_parents_holds(host: Host) -> None:
     for path, text in {
         "user.slice/job/memory.max": "max\n",
         "user.slice/memory.max": "8589934592\n",
+        "user.slice/memory.current": "589934592\n",
         "user.slice/job/cpu.max": "250000 100000\n",
         "user.slice/cpu.max": "max 100000\n",
         "user.slice/job/pids.max": "300\n",
@@ -309,6 +310,7 @@ def test_the_tightest_limit_of_v2_and_its_parents_holds(host: Host) -> None:
     }.items():
         host.count(path, text)
     assert cgroup.memory_limit_bytes(host.proc) == 2**33
+    assert cgroup.memory_left_bytes(host.proc) == 8_000_000_000
     assert cgroup.cpu_quota(host.proc) == 2.5
     assert cgroup.max_tasks(host.proc) == 300
 
@@ -316,22 +318,22 @@ def test_the_tightest_limit_of_v2_and_its_parents_holds(host: Host) -> None:
 def test_v1_keeps_each_controller_in_a_tree_of_its_own(host: Host) -> None:
     host.describe(V1.format(root="/"), "4:memory:/job\n1:cpu:/other\n0::/\n")
     host.count("memory/job/memory.limit_in_bytes", "1073741824\n")
+    host.count("memory/job/memory.usage_in_bytes", "73741824\n")
     host.count("memory/memory.limit_in_bytes", "9223372036854771712\n")
+    host.count("memory/memory.usage_in_bytes", "2073741824\n")
     host.count("cpu/other/cpu.cfs_quota_us", "150000\n")
     host.count("cpu/other/cpu.cfs_period_us", "100000\n")
     host.count("cpu/cpu.cfs_quota_us", "-1\n")
     host.count("cpu/cpu.cfs_period_us", "100000\n")
     assert cgroup.memory_limit_bytes(host.proc) == 2**30
+    assert cgroup.memory_left_bytes(host.proc) == 1_000_000_000
     assert cgroup.cpu_quota(host.proc) == 1.5
     assert cgroup.max_tasks(host.proc) is None
 
 
 def test_no_cgroup_at_all_limits_nothing(host: Host) -> None:
-    assert (cgroup.memory_limit_bytes(host.proc), cgroup.cpu_quota(host.proc), cgroup.max_tasks(host.proc)) == (
-        None,
-        None,
-        None,
-    )
+    limits = cgroup.memory_limit_bytes, cgroup.memory_left_bytes, cgroup.cpu_quota, cgroup.max_tasks
+    assert [limit(host.proc) for limit in limits] == [None] * 4
 
 
 # --- matmuls -----------------------------------------------------------------------------------------------------
