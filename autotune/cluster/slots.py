@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from autotune.cluster.agent import NodeFacts, as_actor
 from autotune.cluster.nodes import Demand, alive_nodes, bundle, describe, fitting, selector, shortage
 from autotune.errors import InfrastructureError, UserError
@@ -117,6 +119,8 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
         ) from error
     # A node's death would cover the screen with a dump of its state, for which Ray has no public switch.
     ray._private.worker._worker_logs_enabled = False
+    if address == "local":
+        _end_daemons_at_once(ray._private.worker._global_node)
     try:
         yield
     finally:
@@ -140,6 +144,24 @@ def _sigterm_is_ours() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGTERM, handler)  # Ray takes it, and would leave without a word
+
+
+def _end_daemons_at_once(node: Any) -> None:
+    """`ray.shutdown` asks each of its five daemons by SIGTERM, which they do not hear, and gives it a second; what a
+    raylet that is killed leaves behind would live on for half a minute."""
+    kill = node.kill_all_processes
+
+    def end(**_: Any) -> None:
+        left = []
+        for raylet in node.all_processes.get("raylet", []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left += psutil.Process(raylet.process.pid).children()
+        kill(check_alive=False, allow_graceful=False)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    node.kill_all_processes = end
 
 
 def _refuse_a_dead_address(address: str) -> None:
