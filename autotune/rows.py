@@ -383,7 +383,9 @@ def gang_endurance(reports: dict[int, RankReport], step_s: float) -> dict[str, A
     available: dict[str, int] = {}
     for rank, endurance in found.items():
         host = reports[rank].host
-        growths[host] = growths.get(host, 0.0) + endurance["host_growth_bytes_per_step"]
+        growth = endurance["host_growth_bytes_per_step"]  # of all ranks known, or of none: they run the same steps
+        if growth is not None:
+            growths[host] = growths.get(host, 0.0) + growth
         available[host] = min(available.get(host, sys.maxsize), endurance["host_available_bytes"])
     steps_left = {host: available[host] / growth for host, growth in growths.items() if growth > 0}
     return {
@@ -397,7 +399,7 @@ def gang_endurance(reports: dict[int, RankReport], step_s: float) -> dict[str, A
             }
             for phases in zip(*(endurance["phases"] for endurance in found.values()), strict=True)
         ],
-        "host_growth_mib_per_step": max(growths.values()) / 2**20,
+        "host_growth_mib_per_step": max(growths.values()) / 2**20 if growths else None,
         "hours_to_host_limit": min(steps_left.values()) * step_s / 3600 if steps_left else None,
     }
 

@@ -36,18 +36,22 @@ def available_bytes() -> int:
     return max(0, min(found if left is None else [*found, left]))
 
 
-def growth_bytes_per_step(samples: Sequence[int]) -> float:
-    """What memory grows by from step to step; 0 where it does not go on growing.
+FEWEST_STEPS = 30
+"""Before memory is said to grow: a run that has just begun still reaches pages it has not touched, and fills caches."""
+
+
+def growth_bytes_per_step(samples: Sequence[int]) -> float | None:
+    """What memory grows by from step to step; 0 where it does not go on growing, None where that cannot be told.
 
     The smaller of the two growths between the medians of successive thirds: memory that rises once, or levels off,
     shows in one of them alone; a leak shows in both.
 
     Args:
-        samples: one a step, in bytes; fewer than 6 say nothing.
+        samples: one a step, in bytes; fewer than `FEWEST_STEPS` say nothing.
     """
+    if len(samples) < FEWEST_STEPS:
+        return None
     third = len(samples) // 3
-    if third < 2:
-        return 0.0
     first, second, last = (
         statistics.median(part) for part in (samples[:third], samples[third : 2 * third], samples[-third:])
     )

@@ -11,7 +11,7 @@ from trials.record import Knobs, Measure
 
 from .harness import HERE, TINY, make_spec
 
-STEPS = 6
+STEPS = 30
 BASE = {
     "micro_batch_size": 2,
     "grad_accum_steps": 2,
@@ -81,7 +81,7 @@ def test_what_shows_only_in_an_endurance_run_is_caught(ranks, text_folder, tmp_p
 
 def test_a_leak_of_host_memory_is_found_in_bytes_per_step(ranks, text_folder, tmp_path):
     model = {"config": TINY, "leak_mib": 2}
-    gang = ranks.run(enduring(text_folder, tmp_path / "c", KNOBS["fsdp2"], "Leaky", steps=12, model=model))
+    gang = ranks.run(enduring(text_folder, tmp_path / "c", KNOBS["fsdp2"], "Leaky", steps=30, model=model))
     assert gang.outcome is Outcome.OK, str(gang)
     truth = 2 * 2**20 * KNOBS["fsdp2"].grad_accum_steps
     for report in gang.reports:
