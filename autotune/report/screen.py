@@ -79,13 +79,14 @@ class LineScreen(_Base):
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
         cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
-        left = f"{duration(self._remaining_s)} left" if self._remaining_s is not None else ""
-        if attempt.reason:
-            left = f"{attempt.reason.splitlines()[0][:80]}; {left}"
+        notes = [attempt.reason.splitlines()[0][:80]] if attempt.reason else []
+        if self._remaining_s is not None:
+            notes.append(f"{duration(self._remaining_s)} left")
+        end = f"  [{'; '.join(notes)}]" if notes else ""
         self.message(
             f"{cells['trial']:>4}  {cells['stage']:<9}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
             f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8} memory  best {cells['best']:>7}  "
-            f"{cells['settings']}  [{left}]"
+            f"{cells['settings']}{end}"
         )
 
 
