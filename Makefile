@@ -29,7 +29,7 @@ test-cluster: $(DEV)  ## real trials on a real local Ray
 test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, bad input; under 15 minutes
 	$(PYTEST) tests/faults
 
-test-gpu: $(DEV)  ## on a machine with a GPU, with the torch that is installed there; under 8 minutes
+test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
 
 lint: $(DEV)

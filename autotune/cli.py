@@ -223,7 +223,9 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     def work(out: Path, runner: Any, screen: Any) -> Any:
         return Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
 
-    result = _at_work(loaded, name, work, resume=resume, simulate=simulate)
+    again = "".join(f" --warm-start {_shown(path)}" for path in warm_start)
+    again += " --warm-start-other-model" if other_model else ""
+    result = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=again)
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
@@ -249,12 +251,14 @@ def _at_work(
     goes_on: bool = True,
     to_stderr: bool = False,
     simulate: str | None = None,
+    options: str = "",
 ) -> Any:
     """Does `work(out, runner, screen)` as the only driver of the job's folder, with Ray up.
 
     Args:
         goes_on: what is interrupted can be resumed.
         simulate: the modelled cluster to ask instead.
+        options: that the same command needs once more when it is resumed.
     """
     from rich.console import Console
 
@@ -281,7 +285,7 @@ def _at_work(
             click.echo("autotune: interrupted; the ranks are gone, the history is kept", err=True)
             if goes_on:
                 again = f' --simulate "{label}"' if label else ""
-                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume{again}", err=True)
+                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume{again}{options}", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
             raise InfrastructureError(

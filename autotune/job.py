@@ -442,6 +442,8 @@ class Job(Section):
         asked, precision = self.training.reduce_dtype, self.training.precision
         if asked == "bf16" and precision == "fp32":
             raise ValueError("training.reduce_dtype = bf16 needs training.precision = bf16")
+        if asked == "bf16" and set(self.training.engines) == {"ddp"}:
+            raise ValueError("training.reduce_dtype = bf16: ddp reduces gradients in fp32; leave it at auto")
         if asked == "fp32" and precision == "bf16" and self.export_for is not None:
             raise ValueError(
                 f"training.reduce_dtype = fp32: {self.export_for}'s bf16 reduces gradients in bf16 "

@@ -25,6 +25,10 @@ def overrides_of(settings: tuple[str, ...]) -> tuple[str, ...]:
     known = {**{name: name for name in Job.model_fields}, **ELSEWHERE}
     known |= {name: f"baseline.{name}" for name in Baseline.model_fields}
     found = ["space={}", "export_for=null"]  # nothing is searched or handed over, so no candidate can be wrong
+    # Of one engine alone: a knob of another one is an error.
+    found += [
+        f"training.engines=[{setting.partition('=')[2]}]" for setting in settings if setting.startswith("engine=")
+    ]
     for setting in settings:
         key, equals, value = setting.partition("=")
         if "." not in key and key not in known:

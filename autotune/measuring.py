@@ -20,6 +20,8 @@ from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs, Measure, TrialSpec
 
+MET_BY_NOTHING = 1e-9
+"""A relative confidence interval that no trial reaches."""
 MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 
@@ -127,6 +129,8 @@ class Measurer:
     _hardware_flops: dict[str, float] = field(default_factory=dict)
     """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
+    recalled_s: float = 0.0
+    """What the attempts of the run's earlier lives took in all."""
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
     _reference_losses: list[float] = field(default_factory=list)
@@ -154,6 +158,8 @@ class Measurer:
             if attempt.outcome is Outcome.PREDICTED_OOM:
                 self._predicted_oom.add(attempt.knobs)
                 continue
+            if row["started_at"] is not None and row["ended_at"] is not None:
+                self.recalled_s += max(0.0, (row["ended_at"] - row["started_at"]).total_seconds())
             key = (attempt.stage, attempt.knobs, row["round"])
             if attempt.outcome in NOT_OF_THE_CONFIG:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
@@ -265,10 +271,18 @@ class Measurer:
         folder = (
             Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
         )
-        # Its throughput is a by-product, and not what ends it.
+        measure = spec.measure
         return replace(
-            spec, measure=replace(spec.measure, min_steps=steps, max_steps=steps), checkpoint_dir=str(folder)
+            spec,
+            # Its throughput is a by-product, and not what ends it: the steps do, or the time of a config of slow ones.
+            measure=replace(measure, min_steps=min(measure.min_steps, steps), max_steps=steps, rel_ci=MET_BY_NOTHING),
+            timeout_s=self._endurance_s(),
+            checkpoint_dir=str(folder),
         )
+
+    def _endurance_s(self) -> float:
+        measure = self.study.job.measure
+        return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps)
 
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
@@ -278,6 +292,8 @@ class Measurer:
             hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing),
             tracked_bytes=self._tracked_bytes.get(knobs),
             profile_above=self.rate_to_beat if spec.stage == SIDE_BY_SIDE else None,
+            # A peer's wait for a stuck rank must not end before the trial's own deadline does.
+            process_group_timeout_s=self._timeout_s(spec),
         )
         folder = self.out / "logs" / f"trial-{spec.trial:04d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +325,7 @@ class Measurer:
         if spec.checkpoint_dir is None:
             return measure.trial_timeout_s + compile_s
         # Blocks are compiled once more for the evaluation.
-        return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps) + 2 * compile_s
+        return self._endurance_s() + 2 * compile_s
 
     def _compared(self, spec: TrialSpec, result: GangResult) -> GangResult:
         """A config that does not train as the baseline does is wrong, however fast it is."""

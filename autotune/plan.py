@@ -176,10 +176,7 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         known = {world: prediction for world, prediction in found.items() if prediction is not None}
         return Planned(knobs, known) if len(known) == len(found) else None
 
-    everything = list(space.configs())
-    drawn = everything
-    if len(everything) > MOST_PREDICTED:
-        drawn = random.Random(job.seed).sample(everything, MOST_PREDICTED)
+    drawn = _looked_at(space, random.Random(job.seed))
     row = find_device(name)
     memory_gib = row.memory_gib(name) if row else None
     limits = [gib for gib in (job.cluster.memory_limit_gib, memory_gib) if gib is not None]
@@ -193,10 +190,18 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         peak=peak,
         limit_gib=min(limits, default=None),
         worlds=asked,
-        num_configs=len(everything),
+        num_configs=space.num_configs,
         baseline=planned(space.baseline),
         configs=tuple(one for one in map(planned, drawn) if one is not None) if shape else (),
     )
+
+
+def _looked_at(space: SearchSpace, rng: random.Random) -> list[Knobs]:
+    """All configs, or of many some at random."""
+    if not space.is_enumerable:
+        return list(dict.fromkeys(space.draw(rng) for _ in range(MOST_PREDICTED)))
+    everything = list(space.configs())
+    return everything if len(everything) <= MOST_PREDICTED else rng.sample(everything, MOST_PREDICTED)
 
 
 def _peak(job: Job, device: str, name: str) -> Peak:

@@ -187,7 +187,7 @@ class Run:
     def _careful(self) -> Knobs:
         """What takes least memory: sharded, one sequence at a time, everything recomputed, nothing kept gathered."""
         base = self.space.baseline
-        torchs_own: dict[str, Any] = dict.fromkeys(ENGINE_KNOBS)
+        torchs_own: dict[str, Any] = dict.fromkeys(ENGINE_KNOBS) | {"cpu_offload": base.cpu_offload}
         sharding = [engine for engine in (base.engine, *self.job.training.engines) if engine != "ddp"]
         return self.space.canonical(
             replace(
@@ -214,7 +214,8 @@ class Run:
         )
 
     def _refuse_an_empty_space(self) -> None:
-        if all(knobs == self.space.baseline for knobs in self.space.configs()):
+        # A space too large to be enumerated is not empty.
+        if self.space.is_enumerable and all(knobs == self.space.baseline for knobs in self.space.configs()):
             raise UserError(
                 "space: no config in it differs from the baseline, so there is nothing to tune",
                 "give knobs more candidates under `space`, or leave `space` out for the default one; "
@@ -261,6 +262,8 @@ class Run:
         for num_proposed, knobs in enumerate(itertools.chain(begun, asked), start=1):
             self._record_rejected()
             yield knobs
+            if num_proposed < len(begun):
+                continue  # what an earlier life explored counts, whatever the budget is now
             reason = self.stopping.reason(num_proposed, self._elapsed_s())
             if reason is not None:
                 return self._end_search(reason)
@@ -284,12 +287,13 @@ class Run:
         return known
 
     def _elapsed_s(self) -> float:
-        return self.runner.clock.monotonic() - self._started
+        """Of this life, and of what earlier ones measured."""
+        return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s / self.runner.num_slots
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self._deciding_trials()
-        for candidate in self._finalists(reference):
-            ours, theirs = self._rounds(candidate, reference)
+        for index, candidate in enumerate(self._finalists(reference)):
+            ours, theirs = self._rounds(candidate, reference, index * self.job.measure.rounds)
             if len(ours) < MIN_ROUNDS:
                 self.listener.message("  that config failed when run again: on to the next finalist")
             elif not compare(ours, theirs).is_win or self._endures(candidate):
@@ -323,17 +327,20 @@ class Run:
         faster = [(score, attempt) for score, attempt in scores if score > to_beat]
         return [attempt for _, attempt in sorted(faster, key=lambda pair: pair[0], reverse=True)]
 
-    def _rounds(self, candidate: Attempt, reference: Attempt) -> tuple[list[float], list[float]]:
+    def _rounds(self, candidate: Attempt, reference: Attempt, first: int) -> tuple[list[float], list[float]]:
         """Fresh throughputs of both, paired by round; the pairs so far if the candidate fails when run again.
 
         Memory is not judged again: near the limit it is noisy, and a config that ran has fitted.
+
+        Args:
+            first: number of the first round; each candidate has rounds of its own, also when the run is resumed.
         """
         ours: list[float] = []
         theirs: list[float] = []
         for number in range(self.job.measure.rounds):
             # Alternate who goes first, so that what drifts steadily favours neither.
             pair = (candidate, reference) if number % 2 == 0 else (reference, candidate)
-            again = self._pair(pair, number)
+            again = self._pair(pair, first + number)
             if again[candidate.knobs].outcome is not Outcome.OK:
                 return [], []
             if again[reference.knobs].outcome is Outcome.OK:
@@ -358,7 +365,7 @@ class Run:
         verdict = compare(ours, theirs) if candidate is not None else None
         wins = verdict is not None and verdict.is_win
         best = candidate if wins and candidate is not None else reference
-        baseline_rate = _geometric_mean(theirs) if theirs else _rate(reference)
+        baseline_rate = _geometric_mean(theirs) if theirs else None  # it has run in no round
         best_rate = _geometric_mean(ours) if wins else baseline_rate
         self._write_best(best, reference, best_rate, baseline_rate, verdict, candidate, complete=True)
         return RunResult(
@@ -388,7 +395,8 @@ class Run:
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self.measurer.rate_to_beat = _rate(attempt)
-                self._write_best(attempt, self._attempts[0], complete=False)
+                reference = next(one for one in self._attempts if one.outcome is Outcome.OK)
+                self._write_best(attempt, reference, complete=False)
         elif attempt.outcome is not Outcome.OK and attempt.outcome not in NOT_OF_THE_CONFIG:
             self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)

@@ -220,7 +220,7 @@ class SearchSpace:
         if problem:
             raise UserError(f"space.{name} = {list(values)}: {problem}", "remove it, or what it does not go with")
         if name == "limit_all_gathers" and self.facts.device == "cpu" and False in values:
-            self.notes.append("space.limit_all_gathers: a CPU queues no all-gathers, so it has no effect; kept at true")
+            self.notes.append("limit_all_gathers: a CPU queues no all-gathers, so it has no effect; kept at true")
             return (True,)
         return values
 

@@ -61,6 +61,10 @@ class _Job(_Part):
     model: _JobModel
 
 
+NOT_MEASURED = -1.0
+"""Of a prior's memory over the limit: on other ranks, devices or models it says nothing about this run's."""
+
+
 @dataclass(frozen=True)
 class Prior:
     """A config of this space, as an earlier run found it."""
@@ -134,7 +138,8 @@ class WarmStart:
             except (ValueError, TypeError) as error:
                 skipped.append(f"trial {row['trial']}: {error}")
         if not attempts:
-            raise UserError(f"{OPTION} {self.run}: no attempt in its history can be read: {skipped[0]}")
+            why = skipped[0] if skipped else "it is empty"
+            raise UserError(f"{OPTION} {self.run}: no attempt in its history can be read: {why}")
         return [attempt for attempt in attempts if attempt.stage in SEARCHED]
 
     def _compare_models(self) -> list[str]:
@@ -187,9 +192,10 @@ class WarmStart:
             knobs = _in_space(attempt.knobs, space)
             if knobs is None or knobs in found:
                 continue
-            over = attempt.told.memory_over_limit
-            if attempt.outcome is Outcome.OK:
-                found[knobs] = Prior(knobs, (rates[attempt.knobs] / baseline_rate) ** weight, over)
+            over, full = attempt.told.memory_over_limit, attempt.told.allocator_was_full
+            if attempt.outcome is Outcome.OK and not full:  # beginning anew takes an allocator time of its own
+                ratio = (rates[attempt.knobs] / baseline_rate) ** weight
+                found[knobs] = Prior(knobs, ratio, over if same_memory else NOT_MEASURED)
             elif attempt.outcome in OUT_OF_MEMORY and same_memory:
                 found[knobs] = Prior(knobs, None, over)
         return Priors(self.run, list(found.values()), differences, weight)

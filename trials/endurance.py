@@ -134,11 +134,12 @@ class Endurance:
         """
         batches = [next(stepper.batches) for _ in range(NUM_EVALUATION_BATCHES)]
         saved = checksums(stepper)
+        needed_bytes = self._checkpoint_bytes(stepper)  # a forward may leave weights gathered
         enter("evaluate")
         with self.phase("evaluate"):
             losses = evaluate(stepper, batches)
         try:
-            self._refuse_a_small_disk(stepper)
+            self._refuse_a_small_disk(needed_bytes)
             enter("save")
             with self.phase("save"), _storage_errors("saved to", self.folder):
                 saver.save(_state(stepper), checkpoint_id=self.folder)
@@ -165,6 +166,10 @@ class Endurance:
         enter("step_after_load")
         stepper.step()
 
+    def reserved_bytes(self) -> int:
+        """Of the phase that took most."""
+        return max(phase.reserved_bytes for phase in self.phases)
+
     def cuda_peaks(self) -> tuple[int, int]:
         """Allocated and reserved bytes over all phases: each has reset the allocator's own."""
         return (
@@ -179,13 +184,15 @@ class Endurance:
             "host_available_bytes": host_memory.available_bytes(),
         }
 
-    def _refuse_a_small_disk(self, stepper: Stepper) -> None:
-        """A disk that fills may do harm beyond this run, and torch names it only in passing."""
+    def _checkpoint_bytes(self, stepper: Stepper) -> int:
         knobs, world_size = stepper.knobs, dist.get_world_size()
         num_copies = world_size if knobs.engine == "ddp" else knobs.replicate_degree or 1
         own = torch.tensor([sum(tensor.nbytes for _, tensor in tensors(stepper))], device=self.device)
         dist.all_reduce(own)
-        needed = int(own.item()) // num_copies  # of copies, one is saved
+        return int(own.item()) // num_copies  # of copies, one is saved
+
+    def _refuse_a_small_disk(self, needed: int) -> None:
+        """A disk that fills may do harm beyond this run, and torch names it only in passing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free

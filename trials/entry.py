@@ -61,6 +61,9 @@ DRAIN_SHARE = 0.25
 """Of the time left for draining the loader's queue and timing: the timed steps take three times as many batches."""
 QUEUES_TIMED = 3
 """Times what the loader's queue holds: so many batches are timed, so that what is left in the queue counts little."""
+MOST_PROFILED_MICRO_STEPS = 32
+"""Of a composed trial's whole step: each event of it becomes a Python object on every rank. Finalists are profiled
+whatever they accumulate."""
 PROFILED_STEPS = 4
 """Steps that a short and a whole one under the profiler may take."""
 
@@ -190,7 +193,10 @@ class Rank:
                 report.allocated_bytes, report.reserved_bytes = self.endurance.cuda_peaks()
         else:
             self._track_memory(model.module, optimizer, stepper, knobs)
-        if spec.profile and self._is_fast_enough(knobs) and self._is_time_to_profile():
+            if self.endurance:
+                self.report.reserved_bytes = max(self.report.reserved_bytes or 0, self.endurance.reserved_bytes())
+        is_short = not spec.composed or knobs.grad_accum_steps <= MOST_PROFILED_MICRO_STEPS
+        if spec.profile and is_short and self._is_fast_enough(knobs) and self._is_time_to_profile():
             self.enter("profile")
             self._profile(stepper, queued)
         self.enter("flops")

@@ -67,6 +67,8 @@ _DEVICE_ALLOCATOR = re.compile(
     r"(CUDA out of memory\. Tried"
     r"|HIP out of memory\. Tried"
     r"|(CUDA|HIP)( driver)? error: out of memory"
+    r"|Triton Error \[(CUDA|HIP)\]: out of memory"
+    r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
     r"|(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
     r"|NCCL [\s\S]*(Cuda|HIP) failure (2 )?'out of memory')"
 )
@@ -174,7 +176,10 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
     own = [end for end in failed if end.exit_code is not None and not _is_echo(end)]
     if timed_out and not own:
         running = [end for end in ends if end.exit_code is None]
-        stuck = next((end.rank for end in running if end.state == "stopped"), running[0].rank if running else None)
+        stopped = [end for end in running if end.state == "stopped"]
+        # One that is stuck in its own code looks like those that wait for it.
+        suspects = stopped or (running if len(running) == 1 else [])
+        stuck = suspects[0].rank if suspects else None
         states = ", ".join(f"rank {end.rank} {end.state}" for end in running if end.state)
         return Outcome.TIMEOUT, f"no end after {timeout_s:.0f} s" + (f": {states}" if states else ""), stuck
     if failed:

@@ -41,20 +41,24 @@ def _settings(row: dict[str, Any]) -> Table:
 
 def _figures(study: Study, row: dict[str, Any]) -> Table:
     tokens_per_s, seq_len = row["tokens_per_s_per_rank"], study.job.model.seq_len
-    interval = ""
-    if row["tokens_per_s_per_rank_low"] and row["tokens_per_s_per_rank_high"]:
-        low, high = rate(row["tokens_per_s_per_rank_low"]), rate(row["tokens_per_s_per_rank_high"])
-        interval = f" (95 % interval of its blocks {low} to {high})"
+    bounds = row["tokens_per_s_per_rank_low"], row["tokens_per_s_per_rank_high"]
+
+    def with_interval(per_token: float, digits: str) -> str:
+        """A rate in proportion to tokens/s."""
+        low_high = [format(bound * per_token, digits) for bound in bounds if bound]
+        interval = f" (95 % interval of its blocks {' to '.join(low_high)})" if len(low_high) == 2 else ""
+        return format(tokens_per_s * per_token, digits) + interval
+
     tflops, peak = row["model_tflops_per_s_per_rank"], row["peak_tflops_per_s"]
     known_peak = f"{peak:.4g} TFLOP/s per rank in {row['peak_dtype']}, {row['peak_source']}" if peak else "not known"
     flops = row["flops_per_token"]
     figures = {
-        "tokens/s per rank": f"{rate(tokens_per_s)}{interval}",
-        "samples/s per rank": f"{tokens_per_s / seq_len:.4g}",
+        "tokens/s per rank": with_interval(1, ",.0f"),
+        "samples/s per rank": with_interval(1 / seq_len, ".4g"),
         "optimizer step": f"{row['step_time_s']:.4g} s, {row['num_steps']} timed, drift {percent(row['drift'])}",
         "timing": f"{value(row['timing'])} steps{'' if row['loader_sustained'] else ', LOADER NOT SUSTAINED'}",
         "waiting for data": f"{row['data_wait_s']:.3g} s of the timed steps, worst rank",
-        "model TFLOP/s per rank": "-" if tflops is None else f"{tflops:.4g}",
+        "model TFLOP/s per rank": "-" if tflops is None else with_interval(tflops / tokens_per_s, ".4g"),
         mfu_label(row["peak_source"]): f"{percent(row['mfu'])} (half the attention: {percent(row['mfu_causal'])})",
         "HFU": percent(row["hfu"]),
         "peak": known_peak,

@@ -65,5 +65,6 @@ def test_knobs_become_the_baseline_and_unknown_ones_are_refused() -> None:
         "training.reduce_dtype=bf16",
         "model.seq_len=64",
     )
+    assert "training.engines=[ddp]" in overrides_of(("engine=ddp",)), "a knob of another engine is none"
     with pytest.raises(UserError, match="did you mean micro_batch_size"):
         overrides_of(("micro_batchsize=4",))

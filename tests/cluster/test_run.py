@@ -84,7 +84,7 @@ def test_the_run_leaves_its_files(finished: Path) -> None:
     best = yaml.safe_load((run / "best.yaml").read_text())
     assert best["complete"] is True
     assert best["fingerprint"]["world_size"] == 2
-    won = best["gain"]["low"] > 1
+    won = best["gain"] is not None and best["gain"]["low"] > 1
     assert best["settings"] == (best["gain"]["settings"] if won else best["baseline"]["settings"])
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from autotune.errors import UserError
 from autotune.job_file import load_job, shipped
+from autotune.measure import overrides_of
 from tests.unit.conftest import QUICK, make_job
 
 
@@ -203,3 +204,20 @@ def test_what_is_no_models_config_is_refused(tmp_path: Path, config: object, com
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match=complaint):
         load_job(str(hf_job(tmp_path, config)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("keep_last_units=1", "baseline.keep_last_units: ddp has no such knob"),
+        ("limit_all_gathers=false", "baseline.limit_all_gathers: ddp has no such knob"),
+        ("reshard_after_forward=false", "baseline.reshard_after_forward: ddp has no such knob"),
+        ("reduce_dtype=bf16", "ddp reduces gradients in fp32"),
+    ],
+)
+def test_a_knob_that_the_measured_engine_has_not_is_an_error(setting: str, complaint: str) -> None:
+    """Also in a job whose other engines have it."""
+    engines = "training.engines=[fsdp2, fsdp1, ddp]", "training.precision=bf16"
+    with pytest.raises(UserError) as refused:
+        load_job("quickstart", [*engines, *overrides_of(("engine=ddp", setting))])
+    assert complaint in str(refused.value)

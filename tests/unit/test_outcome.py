@@ -40,6 +40,11 @@ IN_A_WORKER = "Caught {0} in DataLoader worker process 1.\nOriginal Traceback (m
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "cuda", Outcome.OOM_DEVICE),
         (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling"), "cuda", Outcome.OOM_DEVICE),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling"), "cuda", Outcome.CRASHED),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "cuda", Outcome.OOM_DEVICE),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "cuda", Outcome.CRASHED),
+        # Triton
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "cuda", Outcome.OOM_DEVICE),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), "cuda", Outcome.CRASHED),
         # HIP
         (RuntimeError("HIP out of memory. Tried to allocate 2 GiB"), "cuda", Outcome.OOM_DEVICE),
         (RuntimeError("HIP error: out of memory"), "cuda", Outcome.OOM_DEVICE),
@@ -135,7 +140,8 @@ WORKER_KILLED = RankEnd(
         # Aborted at a memory limit or for another reason: not known, so no other config is ruled out by it.
         ([OK0, ABORTED], False, Outcome.CRASHED, 1, "rank 1 was killed by SIGABRT and left no report"),
         ([RankEnd(0, -9, ended_s=2.0), CLOSED], False, Outcome.CRASHED, 0, "rank 0 was killed by SIGKILL"),
-        ([RankEnd(0, None), RankEnd(1, None)], True, Outcome.TIMEOUT, 0, "no end after 5 s"),
+        ([RankEnd(0, None), RankEnd(1, None)], True, Outcome.TIMEOUT, None, "no end after 5 s"),
+        ([RankEnd(0, None), RankEnd(1, None, state="stopped")], True, Outcome.TIMEOUT, 1, "rank 1 stopped"),
         ([OK0, RankEnd(1, None)], True, Outcome.TIMEOUT, 1, "no end after 5 s"),
         ([RankEnd(0, 3, ended_s=1.0), RankEnd(1, None)], True, Outcome.CRASHED, 0, "exited with code 3"),
         ([RankEnd(0, 0, ended_s=1.0), CLOSED], False, Outcome.CRASHED, 0, "left no report"),

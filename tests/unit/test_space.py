@@ -140,7 +140,7 @@ def test_a_knob_of_fsdp1_that_is_left_out_keeps_torchs_default() -> None:
 def test_on_a_cpu_limit_all_gathers_has_no_effect_which_is_said() -> None:
     space = two_engines(device="cpu")
     assert {config.limit_all_gathers for config in space.configs()} == {True, None}
-    assert any("space.limit_all_gathers" in note for note in space.notes)
+    assert any("limit_all_gathers: a CPU queues" in note for note in space.notes)
 
 
 def test_on_one_rank_fsdp1_has_nothing_to_reshard() -> None:

@@ -157,8 +157,10 @@ class _Choice:
             around = self._pool.neighbours(index)
             around = around[self._is_open(around)]
             around = np.array([other for other in around if not self._is_dominated(int(other))], dtype=np.intp)
+            if not len(around):
+                return index
             scores = score(around)
-            if not len(around) or scores.max() <= height:
+            if scores.max() <= height:
                 return index
             index, height = int(around[np.argmax(scores)]), float(scores.max())
         return index
