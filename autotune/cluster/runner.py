@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from autotune.clock import Clock
 from autotune.cluster.gang import GangResult, run_gang
 from autotune.cluster.nodes import demand_of
 from autotune.cluster.slots import READY_TIMEOUT_S, Slot, make_slot, make_slots, ray_session
-from autotune.errors import AutotuneError, InfrastructureError
+from autotune.errors import AutotuneError, InfrastructureError, UserError
 from autotune.job import Job
 from trials.outcome import INFRASTRUCTURE
 from trials.record import TrialSpec
@@ -160,11 +161,24 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
         InfrastructureError: Ray or an agent does not start.
     """
     with ray_session(job.cluster.address, job.cluster.ranks_per_node, ray_log):
-        runner = SlotRunner(job, _device(job))
+        device = _device(job)
+        if device == "cpu" and job.cluster.address == "local":
+            _refuse_a_crowd(job.cluster.ranks_per_node)
+        runner = SlotRunner(job, device)
         try:
             yield runner
         finally:
             runner.close()
+
+
+def _refuse_a_crowd(ranks: int) -> None:
+    """Ray would believe any number of CPUs. Two ranks on one CPU are let through: that shows how all works."""
+    cpus = os.cpu_count() or 1
+    if ranks > max(2, cpus):
+        raise UserError(
+            f"cluster.ranks_per_node = {ranks}: this machine has {cpus} CPUs, and ranks that share one slow each other",
+            f"lower cluster.ranks_per_node to {max(2, cpus)} or less; `autotune doctor` says what this machine has",
+        )
 
 
 def _device(job: Job) -> str:

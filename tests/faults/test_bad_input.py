@@ -153,6 +153,18 @@ def test_more_ranks_than_the_cluster_has_exits_2_within_a_minute_and_says_what_i
     assert "Traceback" not in done.stderr
 
 
+def test_more_cpu_ranks_than_this_machine_has_cpus_exits_2(tmp_path: Path) -> None:
+    write_job(
+        tmp_path,
+        batch={"global_batch_size": 1024, "target_world_size": 1024},
+        cluster={"ranks_per_node": 1024, "device": "cpu"},
+    )
+    done = autotune("run", "job.yaml", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"cluster.ranks_per_node = 1024: this machine has {os.cpu_count()} CPUs" in done.stderr
+    assert "lower cluster.ranks_per_node" in done.stderr
+
+
 def test_a_folder_of_another_jobs_run_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
     write_job(tmp_path)
     job = load_job(str(tmp_path / "job.yaml"))

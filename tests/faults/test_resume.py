@@ -88,6 +88,19 @@ def test_a_driver_killed_while_it_explores_resumes_to_the_end_and_repeats_nothin
     assert_it_goes_on(tmp_path, TRIALS, "--resume")
 
 
+def test_a_second_driver_on_a_folder_at_work_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    write_job(tmp_path, budget={"trials": TRIALS}, measure=MEASURE, space="default")
+    process = start(tmp_path)
+    wait_for(tmp_path, 1)
+    for flags in ([], ["--resume"]):
+        second = autotune("run", "job.yaml", *flags, cwd=tmp_path)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert "another autotune is running" in second.stderr
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["complete"] is True
+
+
 SHORT = {
     "batch": {"global_batch_size": 4, "target_world_size": 1},
     "cluster": {"ranks_per_node": 1, "device": "cpu", "peak_tflops_per_s": 1.0},
