@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,9 @@ class Bad(DecoderWorkload):
 
     def build_model(self) -> Decoder:
         model = super().build_model()
+        if self.wrong == "scores":
+            for layer in model.layers:
+                layer.attention = WritesScores(self.config.hidden_size)
         return model.requires_grad_(self.wrong != "frozen")
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -30,17 +32,23 @@ class Bad(DecoderWorkload):
             return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens.flatten())
         if self.wrong == "per_token":
             return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        if self.wrong == "scores":
-            with patch.object(F, "scaled_dot_product_attention", written_out):
-                return super().loss(model, tokens)
         loss = super().loss(model, tokens)
         return loss * float("nan") if self.wrong == "nan" else loss
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ v
+class WritesScores(nn.Module):
+    """Attention of one head as it is written by hand: its sequence x sequence scores lie in memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, _rope: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        out: Tensor = self.out(scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+        return out
 
 
 def make(seq_len: int, wrong: str, config: dict[str, int]) -> Bad:

@@ -77,7 +77,6 @@ def test_a_model_that_writes_out_its_scores_trains_and_is_told_what_to_change_fi
     usual = ranks.run(make_spec(text_folder, KNOBS))
     assert usual.reports[0].attention_backend == "flash"
     assert usual.reports[0].warnings == []
-    assert gang.reports[0].losses == pytest.approx(usual.reports[0].losses, rel=1e-5), "it is the same model"
 
 
 @pytest.mark.parametrize("survey", [True, False], ids=["survey", "trial"])
