@@ -126,3 +126,14 @@ class Stepper:
 
 def _only(values: Sequence[Any] | set[Any]) -> Any:
     return next(iter(values)) if len(values) == 1 else sorted(values)
+
+
+def make_optimizer(model: nn.Module, options: dict[str, Any], fused: bool = False) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters; not fused, torch chooses (a loop over groups of tensors on CUDA)."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=options["lr"],
+        betas=tuple(options["betas"]),
+        weight_decay=options["weight_decay"],
+        fused=fused or None,
+    )

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trials import composed, data, wrap
 from trials.clock import HostClock
-from trials.entry import make_optimizer
 from trials.record import TrialSpec
-from trials.step import Stepper
+from trials.step import Stepper, make_optimizer
 from trials.timing import whole_steps
 from trials.workload import load_workload
 

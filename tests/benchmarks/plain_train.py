@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from trials import data, wrap
-from trials.entry import make_optimizer
 from trials.record import TrialSpec
-from trials.step import Stepper
+from trials.step import Stepper, make_optimizer
 from trials.workload import load_workload
 
 

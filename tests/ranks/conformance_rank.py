@@ -1,4 +1,4 @@
-"""One rank of the conformance run: every config of ORDER in turn, with the steps that `trials.entry` takes.
+"""One rank of the conformance run: every config of ORDER in turn, with the steps that `trials.rank` takes.
 
 `python -P conformance_rank.py ORDER RESULT` under torchrun's environment; what the two JSON files hold is in
 `test_conformance.both_ranks` and `main`. The reference is the same model, unsharded, on the whole batch.
@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trials import attention, data, entry, wrap
+from trials import attention, data, wrap
 from trials.engines import ShardedModel, fsdp2
 from trials.record import Knobs
-from trials.step import Stepper
+from trials.step import Stepper, make_optimizer
 from trials.workload import Workload, load_workload
 
 
@@ -98,7 +98,7 @@ def reference(order: dict[str, Any], workload: Workload, batch_size: int) -> Ref
     fsdp2.initialise(model, workload, torch.device("cpu"), order["seed"])
     dataset = data.make_dataset({"source": order["source"]}, order["seq_len"], workload.vocab_size)
     shuffled = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order["seed"])).tolist()
-    optimizer = entry.make_optimizer(model, order["optimizer"])
+    optimizer = make_optimizer(model, order["optimizer"])
     found = Reference(weights(model), {}, [])
     for step in range(order["num_steps"]):
         indices = shuffled[step * batch_size : (step + 1) * batch_size]
@@ -128,7 +128,7 @@ def equal_weights(model: nn.Module, expected: dict[str, Tensor], blocks_per_unit
 
 
 def build(order: dict[str, Any], config: dict[str, Any], workload: Workload, mesh: DeviceMesh) -> ShardedModel:
-    """As `trials.entry.Rank` builds it."""
+    """As `trials.rank.Rank` builds it."""
     return wrap.build(
         workload,
         Knobs.from_dict(config["knobs"]),
@@ -151,7 +151,7 @@ def run_config(
     knobs = Knobs.from_dict(config["knobs"])
     model = build(order, config, workload, mesh)
     different = equal_weights(model.module, expected.weights, knobs.blocks_per_unit or 1)
-    optimizer = entry.make_optimizer(model.module, order["optimizer"], knobs.fused_optimizer)
+    optimizer = make_optimizer(model.module, order["optimizer"], knobs.fused_optimizer)
     before_update: list[dict[str, Tensor]] = []
     optimizer.register_step_pre_hook(
         lambda *_: before_update.append(gradients(model.module, knobs.blocks_per_unit or 1))
@@ -168,7 +168,7 @@ def run_config(
     applied = {
         **wrap.read_back(model),
         **stepper.observed(),
-        **entry.read_loader(loader, batches),
+        **data.read_loader(loader, batches),
         "attention_backend": "auto" if knobs.attention_backend == "auto" else watch.used,
         "fused_optimizer": bool(optimizer.defaults["fused"]),
     }

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrateg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from trials import attention, data, entry, wrap
+from trials import attention, data, rank, wrap
 from trials.data import loader
 from trials.engines import base, ddp, fsdp1, fsdp2
 from trials.models import DecoderWorkload
@@ -142,8 +142,8 @@ def _ddp_is_not_applied() -> None:
 
 
 def _optimizer_is_not_fused() -> None:
-    make = entry.make_optimizer
-    entry.make_optimizer = lambda model, options, _fused: make(model, options)
+    make = rank.make_optimizer
+    rank.make_optimizer = lambda model, options, _fused: make(model, options)
 
 
 def _attention_is_torchs_choice() -> None:

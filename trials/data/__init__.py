@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from trials.data.errors import DataError
-from trials.data.loader import MicroBatchSampler, make_loader
+from trials.data.loader import MicroBatchSampler, make_loader, read_loader
 from trials.data.packed import PackedText
 from trials.data.sequences import Sequences
 from trials.data.source import find_source
@@ -26,7 +26,7 @@ from trials.data.tokens import TokenFiles
 from trials.formats import DEFAULTS
 from trials.record import SYNTHETIC
 
-__all__ = ["DataError", "MicroBatchSampler", "Sequences", "make_dataset", "make_loader"]
+__all__ = ["DataError", "MicroBatchSampler", "Sequences", "make_dataset", "make_loader", "read_loader"]
 
 
 def make_dataset(data: dict[str, Any], seq_len: int, vocab_size: int, world_size: int = 1) -> Sequences:

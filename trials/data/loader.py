@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,3 +51,12 @@ def make_loader(
         persistent_workers=knobs.num_workers > 0,
         multiprocessing_context="fork" if knobs.num_workers else None,
     )
+
+
+def read_loader(loader: DataLoader[Tensor], batches: Iterator[Tensor]) -> dict[str, Any]:
+    """The loader knobs, read from the loader in use: worker processes that are alive, not a number that was passed."""
+    workers = getattr(batches, "_workers", [])
+    return {
+        "num_workers": sum(worker.is_alive() for worker in workers),
+        "prefetch_factor": loader.prefetch_factor if workers else None,
+    }
