@@ -199,6 +199,11 @@ class Cluster(Section):
     """Before the first trial, measure the rate that a rank reaches in the matmuls of the baseline's micro-batch. It is
     recorded beside the peak, with the share of it that each trial reaches; MFU stays against the peak."""
 
+    def limit_gib(self, device_memory_gib: float | None) -> float | None:
+        """What a rank may take: the job's limit or the device's memory, whichever is less; None if none is known."""
+        known = [gib for gib in (self.memory_limit_gib, device_memory_gib) if gib is not None]
+        return min(known, default=None)
+
     @property
     def world_size(self) -> int:
         """Ranks of one trial."""
@@ -375,6 +380,11 @@ class MeasureSettings(Section):
                 f"give {SHORT_MICRO_STEPS} or more"
             )
         return self
+
+    @property
+    def num_deciding_trials(self) -> int:
+        """After the exploration: finalists and baseline, rounds of both, the winner's endurance run."""
+        return self.num_finalists + 1 + 2 * self.rounds + self.endurance
 
 
 class Job(Section):

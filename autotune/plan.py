@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.canonical import Facts
 from autotune.errors import UserError
 from autotune.hardware import Peak, find_device, peak_for
 from autotune.job import Job
 from autotune.preflight.closed_form import closed_form, mfu
 from autotune.preflight.prediction import Prediction
 from autotune.preflight.shape import ModelShape, of_model, of_surveyed
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from trials.outcome import TrialError
 from trials.record import Knobs
 
@@ -120,8 +121,7 @@ class Plan:
         return mfu(planned.at[world], self.shape, planned.knobs, self.peak) if self.shape else None
 
     def num_trials(self) -> int:
-        measure = self.job.measure
-        return 1 + self.job.budget.trials + measure.num_finalists + 1 + 2 * measure.rounds
+        return 1 + self.job.budget.trials + self.job.measure.num_deciding_trials
 
     def cost(self) -> tuple[float, float] | None:
         """Hours, and hours x devices, of the whole study; None where no step time is predicted."""
@@ -179,7 +179,6 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
     drawn = _looked_at(space, random.Random(job.seed))
     row = find_device(name)
     memory_gib = row.memory_gib(name) if row else None
-    limits = [gib for gib in (job.cluster.memory_limit_gib, memory_gib) if gib is not None]
     return Plan(
         job=job,
         space=space,
@@ -188,7 +187,7 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         device=device,
         device_name=name,
         peak=peak,
-        limit_gib=min(limits, default=None),
+        limit_gib=job.cluster.limit_gib(memory_gib),
         worlds=asked,
         num_configs=space.num_configs,
         baseline=planned(space.baseline),

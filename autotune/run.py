@@ -139,14 +139,11 @@ class Run:
         return closed_form(self.job, survey.shape, self.runner.device, survey.device_name, study.world_size, peak)
 
     def _planned_trials(self) -> int:
-        return 1 + self.job.budget.trials + self._deciding_trials()
+        return 1 + self.job.budget.trials + self.job.measure.num_deciding_trials
 
     def _planned_turns(self) -> float:
         """Trials that run side by side take the time of one."""
-        return 1 + self.job.budget.trials / self.runner.num_slots + self._deciding_trials()
-
-    def _deciding_trials(self) -> int:
-        return self.job.measure.num_finalists + 1 + 2 * self.job.measure.rounds + self.job.measure.endurance
+        return 1 + self.job.budget.trials / self.runner.num_slots + self.job.measure.num_deciding_trials
 
     def _estimate(self) -> str:
         measure, flops = self.job.measure, self.study.model.flops_per_token
@@ -291,7 +288,7 @@ class Run:
         return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s / self.runner.num_slots
 
     def _decide(self, reference: Attempt) -> RunResult:
-        self.measurer.turns_left = self._deciding_trials()
+        self.measurer.turns_left = self.job.measure.num_deciding_trials
         for index, candidate in enumerate(self._finalists(reference)):
             ours, theirs = self._rounds(candidate, reference, index * self.job.measure.rounds)
             if len(ours) < MIN_ROUNDS:

@@ -7,14 +7,15 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
 
+from autotune.applicable import inapplicable
+from autotune.canonical import Canonical, Facts
 from autotune.errors import UserError
 from autotune.job import Job, divisors
-from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest, group_blocks, unit_cap_mb
+from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest
 
 ORDERED = (
     "micro_batch_size",
@@ -64,18 +65,6 @@ PINS: dict[str, dict[str, tuple[Any, ...]]] = {
 """What a trainer decides itself, by `export_for`: the values it can be handed, the others are not searched."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the survey found that the space depends on."""
-
-    device: str
-    num_blocks: int
-    block_mib: tuple[float, ...]
-    cpus_allowed: int
-    world_size: int = 2
-    """Ranks of a trial."""
-
-
 def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]]:
     """All (micro_batch_size, grad_accum_steps) with micro x accumulation x world size = global batch, exactly.
 
@@ -104,8 +93,7 @@ class SearchSpace:
 
     def __init__(self, job: Job, facts: Facts) -> None:
         self.facts = facts
-        self._groups: dict[float, tuple[float, list[int]]] = {}
-        """By cap: there are few, and every config of the space asks."""
+        self.canonical = Canonical(facts)
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
@@ -229,7 +217,7 @@ class SearchSpace:
         if asked is None:
             given = job.baseline.bucket_cap_mb if self.baseline.engine != "ddp" else None
             cap = given or max(self.facts.block_mib)
-            return (self._canonical_cap(cap)[0],)
+            return (self.canonical.cap(cap)[0],)
         if asked == "auto":
             sizes = [1]
             while sizes[-1] * 2 < self.facts.num_blocks:
@@ -237,14 +225,14 @@ class SearchSpace:
             caps = [max(self.facts.block_mib) * size for size in {*sizes, self.facts.num_blocks}]
         else:
             caps = list(asked)
-            changed = [f"{cap} -> {self._canonical_cap(cap)[0]}" for cap in caps if cap != self._canonical_cap(cap)[0]]
+            changed = [f"{cap} -> {self.canonical.cap(cap)[0]}" for cap in caps if cap != self.canonical.cap(cap)[0]]
             if changed:
                 self.notes.append(f"space.bucket_cap_mb groups whole blocks: {', '.join(changed)} MiB")
-        return tuple(sorted({self._canonical_cap(cap)[0] for cap in caps}))
+        return tuple(sorted({self.canonical.cap(cap)[0] for cap in caps}))
 
     def _checkpointing(self, job: Job) -> tuple[str, ...]:
         asked = job.space.activation_checkpointing or (self.baseline.activation_checkpointing,)
-        modes = dict.fromkeys(self._canonical_mode(mode) for mode in asked)
+        modes = dict.fromkeys(self.canonical.mode(mode) for mode in asked)
         return tuple(sorted(modes, key=recompute_rank))
 
     def _workers(self, job: Job) -> tuple[int, ...]:
@@ -265,7 +253,7 @@ class SearchSpace:
         kept["activation_checkpointing"] = tuple(
             mode for mode in self.candidates["activation_checkpointing"] if mode in pins["activation_checkpointing"]
         )
-        kept["bucket_cap_mb"] = (self._canonical_cap(max(self.facts.block_mib))[0],)
+        kept["bucket_cap_mb"] = (self.canonical.cap(max(self.facts.block_mib))[0],)
         kept["reduce_dtype"] = (job.reduce_dtype,)
         if not kept["activation_checkpointing"]:
             raise UserError(
@@ -274,63 +262,6 @@ class SearchSpace:
                 f"it has {' and '.join(pins['activation_checkpointing'])}",
             )
         self.candidates = kept
-
-    def canonical(self, knobs: Knobs) -> Knobs:
-        """The one spelling of all configs that are the same in effect."""
-        engine_values = {"fsdp2": self._canonical_fsdp2, "fsdp1": self._canonical_fsdp1, "ddp": _canonical_ddp}
-        return replace(
-            knobs,
-            activation_checkpointing=self._canonical_mode(knobs.activation_checkpointing),
-            # With one micro-step there is nothing to hold back.
-            sync_each_micro_batch=knobs.sync_each_micro_batch or knobs.grad_accum_steps == 1,
-            prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
-            **engine_values[knobs.engine](knobs),
-        )
-
-    def _canonical_fsdp2(self, knobs: Knobs) -> dict[str, Any]:
-        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
-        num_units = len(self._grouped(cap)[1])
-        kept_last = min(knobs.keep_last_units or 0, num_units)
-        freed = bool(knobs.reshard_after_forward) and kept_last < num_units
-        return {
-            "bucket_cap_mb": cap,
-            "blocks_per_unit": blocks,
-            "reshard_after_forward": freed,
-            "keep_last_units": kept_last if freed else 0,
-            "reshard_group_size": knobs.reshard_group_size if freed else 0,
-            # No further ahead than there are units.
-            "forward_prefetch_units": min(knobs.forward_prefetch_units or 0, num_units),
-            "backward_prefetch_units": min(knobs.backward_prefetch_units or 0, num_units - 1),
-        }
-
-    def _canonical_fsdp1(self, knobs: Knobs) -> dict[str, Any]:
-        cap, blocks = self._canonical_cap(knobs.bucket_cap_mb)
-        return {
-            "bucket_cap_mb": cap,
-            "blocks_per_unit": blocks,
-            "limit_all_gathers": knobs.limit_all_gathers or self.facts.device == "cpu",
-            # One rank has nothing to shard: torch makes it NO_SHARD.
-            "reshard_after_forward": knobs.reshard_after_forward and self.facts.world_size > 1,
-        }
-
-    def _canonical_cap(self, cap_mib: float) -> tuple[float, int]:
-        """The smallest cap that groups blocks as `cap_mib` does, and the blocks of its largest unit."""
-        cap, units = self._grouped(cap_mib)
-        return cap, max(units)
-
-    def _grouped(self, cap_mib: float) -> tuple[float, list[int]]:
-        """The smallest cap that groups blocks as `cap_mib` does, and the blocks of each unit."""
-        if cap_mib not in self._groups:
-            # A cap given as a multiple of the block's size must not lose to rounding.
-            units = group_blocks(self.facts.block_mib, cap_mib + 1e-6)
-            self._groups[cap_mib] = unit_cap_mb(self.facts.block_mib, units), units
-        return self._groups[cap_mib]
-
-    def _canonical_mode(self, mode: str) -> str:
-        stride = checkpoint_stride(mode)
-        if stride is None:
-            return mode
-        return f"every_{min(stride, self.facts.num_blocks)}" if self.facts.num_blocks > 1 else "full"
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
@@ -527,46 +458,6 @@ def _exists(name: str, values: Mapping[str, Any], pairs: Mapping[int, int]) -> b
     if name in ("bucket_cap_mb", DDP_CAP):
         return (engine == "ddp") == (name == DDP_CAP)
     return True
-
-
-def _canonical_ddp(knobs: Knobs) -> dict[str, Any]:
-    return {"bucket_cap_mb": round(knobs.bucket_cap_mb, 2), "blocks_per_unit": None}
-
-
-def inapplicable(name: str, values: tuple[Any, ...], job: Job, facts: Facts) -> str:
-    """Why a knob of EXTRA_KNOBS cannot have these values on this machine; empty if it can."""
-    degrees = job.space.replicate_degree or (job.baseline.replicate_degree or 1,)
-    return (
-        _not_on_the_device(name, values, facts.device)
-        or _not_with_the_ranks(name, values, facts.world_size, degrees)
-        or _not_in_the_job(name, values, job, facts.device)
-    )
-
-
-def _not_on_the_device(name: str, values: tuple[Any, ...], device: str) -> str:
-    knob = ENGINE_KNOBS.get(name)
-    if knob is not None and device not in knob.devices and values != (knob.default,):
-        return f"there is none on {device}"
-    absent = set(values) - {"auto", "flash", "math"} if name == "attention_backend" and device == "cpu" else set()
-    return f"a CPU has no {' or '.join(sorted(absent))}; it has flash and math" if absent else ""
-
-
-def _not_with_the_ranks(name: str, values: tuple[Any, ...], world_size: int, degrees: tuple[int, ...]) -> str:
-    for value, degree in itertools.product(values, degrees):
-        if name == "replicate_degree" and (world_size % value or value >= world_size > 1):
-            return f"{value} copies of a model that is still sharded do not come out of {world_size} ranks"
-        ranks = world_size // degree
-        if name == "reshard_group_size" and value and not (1 < value < ranks and ranks % value == 0):
-            return f"{value} is no divisor between 1 and the {ranks} ranks that weights are sharded over"
-    return ""
-
-
-def _not_in_the_job(name: str, values: tuple[Any, ...], job: Job, device: str) -> str:
-    if name == "compile" and True in values and device == "cpu" and job.cluster.memory_limit_gib is not None:
-        return "on a CPU the compiler's own memory would count against cluster.memory_limit_gib"
-    if name == "reduce_dtype" and "bf16" in values and job.training.precision == "fp32":
-        return "bf16 needs training.precision = bf16"
-    return ""
 
 
 def recompute_rank(mode: str) -> float:

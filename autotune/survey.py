@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter
 
+from autotune.canonical import Facts
 from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, UserError
@@ -22,7 +23,7 @@ from autotune.measuring import MAX_RETRIES, make_spec
 from autotune.preflight.shape import ModelShape, of_surveyed
 from autotune.report.text import SIMULATED, gib
 from autotune.rows import Limits, ModelFacts, Study
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, Outcome
 
@@ -189,14 +190,13 @@ def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Su
     measured_on = {"device": runner.device, "world_size": runner.world_size}
     facts = _typed(Facts, measured_on | {name: found[name] for name in _SURVEYED})
     space = SearchSpace(job, facts)
-    device_memory_gib = found.get("device_memory_gib")
-    limits_gib = [_typed(float, gib) for gib in (job.cluster.memory_limit_gib, device_memory_gib) if gib is not None]
+    device_memory_gib = _typed(float | None, found.get("device_memory_gib"))  # type: ignore[arg-type]
     study = Study(
         study_id=_typed(str, content["study_id"]),
         job=job,
         model=_typed(ModelFacts, {name: found[name] for name in ModelFacts.__dataclass_fields__ if name in found}),
         peak=_typed(Peak, content["peak"]),
-        limits=Limits(runner.device, min(limits_gib, default=None), job.cluster.memory_headroom),
+        limits=Limits(runner.device, job.cluster.limit_gib(device_memory_gib), job.cluster.memory_headroom),
         space_hash=space.hash,
         world_size=runner.world_size,
         achievable_tflops_per_s=_typed(float | None, content.get("achievable_tflops_per_s")),  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.canonical import Facts
 from autotune.job import Job
 from autotune.job_file import validate
 from autotune.preflight.closed_form import closed_form
@@ -27,7 +28,7 @@ from autotune.simulate.hidden import MEMORY_KNOBS
 from autotune.simulate.machine import GIB, block_params
 from autotune.simulate.reports import MEMORY_SD
 from autotune.simulate.world import World, judge
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from trials.outcome import Outcome
 from trials.record import Knobs
 from trials.shapes import PRESETS

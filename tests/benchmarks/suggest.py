@@ -20,11 +20,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from autotune.canonical import Facts
 from autotune.job import Job
 from autotune.job_file import validate
 from autotune.preflight.prediction import Prediction
 from autotune.search.study import Search, Told
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from trials.outcome import Outcome
 from trials.record import Knobs
 

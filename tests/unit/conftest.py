@@ -6,9 +6,10 @@ from typing import Any
 import optuna
 import pytest
 
+from autotune.canonical import Facts
 from autotune.job import Job
 from autotune.job_file import validate
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from trials.record import Knobs
 
 QUICK: dict[str, Any] = {

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.canonical import Facts
 from autotune.search.feasible import dominating_oom, takes_no_less_memory
 from autotune.search.pool import Pool
 from autotune.search.samplers import SAMPLERS, make_sampler
 from autotune.search.study import CONSTRAINT, Search, Told
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from tests.unit.conftest import make_job, make_space
 from trials.outcome import Outcome
 from trials.record import Knobs

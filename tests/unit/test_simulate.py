@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autotune.canonical import Facts
 from autotune.errors import InfrastructureError, UserError
 from autotune.measuring import make_spec
 from autotune.simulate.cluster import SimulatedCluster, parse_cluster
@@ -17,7 +18,7 @@ from autotune.simulate.machine import shape_of
 from autotune.simulate.reports import hardware_flops_per_token, survey_facts
 from autotune.simulate.runner import EPOCH_S, SimulatedRunner, make_world
 from autotune.simulate.world import World
-from autotune.space import Facts, SearchSpace
+from autotune.space import SearchSpace
 from tests.unit.conftest import make_job
 from trials.breakdown import FRACTIONS
 from trials.flops import counted_flops_per_token

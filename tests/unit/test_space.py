@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.canonical import Facts
 from autotune.errors import UserError
 from autotune.job_file import load_job
-from autotune.space import Facts, SearchSpace, batch_pairs
+from autotune.space import SearchSpace, batch_pairs
 from tests.unit.conftest import QUICK, make_job, make_space
 from trials.record import ENGINE_KNOBS, FSDP1_KNOBS, Knobs, group_blocks, unit_cap_mb
 
