@@ -15,6 +15,7 @@ from autotune.errors import InfrastructureError
 from autotune.history import History
 from autotune.job import Job
 from autotune.numerics import deviation
+from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
@@ -366,8 +367,14 @@ class Measurer:
         if knobs in self._predicted_oom:
             return
         self._predicted_oom.add(knobs)
-        now_s = self.runner.clock.time()
-        self._history.append(predicted_oom_row(knobs, self._next_trial, self.predict(knobs), now_s, self.study))
+        predicted, now_s = self.predict(knobs), self.runner.clock.time()
+        self._history.append(predicted_oom_row(knobs, self._next_trial, predicted, now_s, self.study))
+        before = (
+            f" ({gib(predicted['predicted_gib'])} predicted, before what the trials have corrected)"
+            if predicted
+            else ""
+        )
+        self.listener.message(f"  trial {self._next_trial} is not run: it surely does not fit{before}")
         self._next_trial += 1
 
     def _count_turn(self, stage: str) -> None:

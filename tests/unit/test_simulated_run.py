@@ -69,7 +69,10 @@ def test_everything_that_is_shown_says_so_too(finished: Path, tmp_path: Path) ->
     screen = (finished.parent / "screen.txt").read_text()
     assert f"SIMULATED, nothing is measured: {CLUSTER}" in screen
     lines = [line for line in screen.splitlines() if "tokens/s  MFU" in line]
-    assert len(lines) == sum(row["outcome"] != "predicted_oom" for row in rows_of(finished))
+    left_out = [row["trial"] for row in rows_of(finished) if row["outcome"] == "predicted_oom"]
+    assert len(lines) == len(rows_of(finished)) - len(left_out)
+    assert left_out
+    assert all(f"trial {trial} is not run: it surely does not fit" in screen for trial in left_out)
     assert all("MFU (simulated)" in line for line in lines)
     shown = autotune("show", str(finished))
     assert "SIMULATED: nothing was measured" in shown
