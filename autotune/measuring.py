@@ -12,11 +12,13 @@ from typing import Protocol
 from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError
+from autotune.estimate import Forecast
 from autotune.history import History
 from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
+from autotune.stages import ENDURANCE, PROFILED_STAGES, SIDE_BY_SIDE, endurance_timeout_s, is_composed
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs, Measure, TrialSpec
@@ -27,16 +29,6 @@ MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
-SIDE_BY_SIDE = "explore"
-"""The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
-ENDURANCE = "endurance"
-"""The stage of the winner's longer run."""
-BY_HAND = "measure"
-"""The stage of `autotune measure`."""
-PROFILED_STAGES = frozenset({"baseline", SIDE_BY_SIDE, "finalist", BY_HAND})
-"""Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
-stay free of it."""
-
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
 
@@ -58,7 +50,6 @@ def make_spec(
 ) -> TrialSpec:
     """The order for one trial of `job`; without knobs, for its survey."""
     measure = job.measure
-    is_long = knobs is not None and knobs.grad_accum_steps > measure.compose_above
     return TrialSpec(
         trial=trial,
         stage=stage,
@@ -78,7 +69,7 @@ def make_spec(
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
         timeout_s=measure.trial_timeout_s,
-        composed=is_long and stage == SIDE_BY_SIDE,
+        composed=knobs is not None and is_composed(measure, knobs, stage),
         compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model.import_path else (),
         matmul_micro_batch_size=job.baseline.micro_batch_size if knobs is None and job.cluster.calibrate_peak else None,
@@ -108,9 +99,8 @@ class Measurer:
     out: Path
     runner: Runner
     listener: Listener
-    mean_trial_s: float | None = None
-    turns_left: float = 0.0
-    """Trials still to come; of those that run side by side, each counts as its share of one."""
+    forecast: Forecast
+    """Of the trials still to come."""
     rate_to_beat: float | None = None
     """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""
     predict: Callable[[Knobs], dict[str, float]] = lambda _: {}
@@ -249,7 +239,7 @@ class Measurer:
             if key is None:
                 break
             if key in self._finished and not anew:
-                self._count_turn(key[0])
+                self.forecast.count(key[0])
                 take_in(self._finished[key])
             else:
                 self._start(*self._order(key))
@@ -267,7 +257,8 @@ class Measurer:
         return replace(spec, attempt=first, profile=profile), first + MAX_RETRIES
 
     def _enduring(self, spec: TrialSpec) -> TrialSpec:
-        steps, root = self.study.job.measure.endurance_steps, self.study.job.measure.checkpoint_dir
+        section = self.study.job.measure
+        steps, root = section.endurance_steps, section.checkpoint_dir
         name = f"trial-{spec.trial:04d}"
         folder = (
             Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
@@ -277,13 +268,9 @@ class Measurer:
             spec,
             # Its throughput is a by-product, and not what ends it: the steps do, or the time of a config of slow ones.
             measure=replace(measure, min_steps=min(measure.min_steps, steps), max_steps=steps, rel_ci=MET_BY_NOTHING),
-            timeout_s=self._endurance_s(),
+            timeout_s=endurance_timeout_s(section),
             checkpoint_dir=str(folder),
         )
-
-    def _endurance_s(self) -> float:
-        measure = self.study.job.measure
-        return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps)
 
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
@@ -299,7 +286,7 @@ class Measurer:
         folder = self.out / "logs" / f"trial-{spec.trial:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "spec.json", spec.to_json())
-        self.listener.trial_started(spec, self.remaining_s())
+        self.listener.trial_started(spec, self.forecast.left_s())
         clock = self.runner.clock
         self._flights[spec.trial] = _Flight(spec, last_attempt, folder, clock.monotonic(), clock.time())
         self.runner.start(spec, folder, self._timeout_s(spec))
@@ -308,14 +295,15 @@ class Measurer:
         """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
         spec, result = self.runner.next_ended()
         flight = self._flights.pop(spec.trial)
-        self._note_time(self.runner.clock.monotonic() - flight.began)
+        if result.outcome is Outcome.OK:
+            self.forecast.learn(spec.stage, self.runner.clock.monotonic() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
         attempt = self._record(flight, self._compared(spec, result))
         if attempt.outcome in INFRASTRUCTURE:
             self._try_again(flight, attempt)
             return None
-        self._count_turn(spec.stage)
+        self.forecast.count(spec.stage)
         self._finished[spec.stage, attempt.knobs, spec.round] = attempt
         self._learn(attempt)
         return attempt
@@ -326,7 +314,7 @@ class Measurer:
         if spec.checkpoint_dir is None:
             return measure.trial_timeout_s + compile_s
         # Blocks are compiled once more for the evaluation.
-        return self._endurance_s() + 2 * compile_s
+        return endurance_timeout_s(measure) + 2 * compile_s
 
     def _compared(self, spec: TrialSpec, result: GangResult) -> GangResult:
         """A config that does not train as the baseline does is wrong, however fast it is."""
@@ -377,16 +365,9 @@ class Measurer:
         self.listener.message(f"  trial {self._next_trial} is not run: it surely does not fit{before}")
         self._next_trial += 1
 
-    def _count_turn(self, stage: str) -> None:
-        self.turns_left -= 1 / self.runner.num_slots if stage == SIDE_BY_SIDE else 1
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._finished)
-
-    def remaining_s(self) -> float | None:
-        """Estimate for the trials that are left, from those that have ended."""
-        return None if self.mean_trial_s is None else self.mean_trial_s * max(self.turns_left, 0)
+    def finished_stages(self) -> list[str]:
+        """Of each trial that has been measured."""
+        return [stage for stage, _, _ in self._finished]
 
     def _learn(self, attempt: Attempt) -> None:
         if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
@@ -399,10 +380,6 @@ class Measurer:
             self._hardware_flops[attempt.knobs.activation_checkpointing] = hardware - of_the_kernel
         if allocated is not None:
             self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
-
-    def _note_time(self, seconds: float) -> None:
-        before = self.mean_trial_s
-        self.mean_trial_s = seconds if before is None else 0.7 * before + 0.3 * seconds
 
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned:

@@ -15,13 +15,15 @@ from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
-from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
+from autotune.measuring import Listener, Measurer
+from autotune.outlook import make_outlook
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Predictor
 from autotune.report.text import duration, finding_line, gib
 from autotune.rows import GIB, Attempt
 from autotune.search.stopping import Stopping
 from autotune.search.study import Search
+from autotune.stages import ENDURANCE, SIDE_BY_SIDE
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import Survey, load_survey, note_stop, take_survey
 from autotune.verdict import Verdict, compare
@@ -33,12 +35,8 @@ MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
 NUM_PROPOSED_FIRST = 3
 """Configs of a warm start that are measured before the search goes its own way."""
-ASSUMED_MFU = 0.5
-"""Of the first estimate of a trial's time, before anything has been measured."""
 STATE_BYTES = 16
 """Per parameter, sharded over the ranks: weights and gradients in fp32, and AdamW's two moments."""
-OVERHEAD_S = 2.5
-"""Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
 
 
 @dataclass
@@ -112,11 +110,13 @@ class Run:
         self.listener.message(survey.describe())
         self._refuse_an_empty_space()
         self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
-        self.measurer = Measurer(self.study, self.out, self.runner, self.listener)
-        self.measurer.turns_left = self._planned_turns()
+        predictor = self._predictor(survey)
+        self.outlook = make_outlook(survey, self.runner.num_slots, predictor)
+        self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.outlook.forecast())
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
-        self.listener.message(f"  estimate: {self._estimate()}")
+        for line in self.outlook.describe(self.measurer.finished_stages()):
+            self.listener.message(f"  {line}")
         # Reseeded when resumed: else the sampler would draw again what it drew at first.
         seed = self.job.seed + len(self.measurer.begun("explore"))
         limits = self.study.limits
@@ -125,7 +125,7 @@ class Run:
             self.job.sampler,
             seed,
             self.out / "logs" / "optuna.log",
-            predictor=self._predictor(survey),
+            predictor=predictor,
             limit_gib=limits.limit_gib,
             headroom=limits.headroom,
             num_parallel=self.runner.num_slots,
@@ -137,28 +137,6 @@ class Run:
     def _predictor(self, survey: Survey) -> Predictor:
         study, peak = self.study, self.study.peak.tflops_per_s
         return closed_form(self.job, survey.shape, self.runner.device, survey.device_name, study.world_size, peak)
-
-    def _planned_trials(self) -> int:
-        return 1 + self.job.budget.trials + self.job.measure.num_deciding_trials
-
-    def _planned_turns(self) -> float:
-        """Trials that run side by side take the time of one."""
-        return 1 + self.job.budget.trials / self.runner.num_slots + self.job.measure.num_deciding_trials
-
-    def _estimate(self) -> str:
-        measure, flops = self.job.measure, self.study.model.flops_per_token
-        if self.study.peak.tflops_per_s is None or flops is None:
-            return "known once the baseline has run"
-        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
-        step_s = tokens * flops / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
-        steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
-        self.measurer.mean_trial_s = OVERHEAD_S + steps * step_s
-        left = self._planned_trials() - self.measurer.num_finished
-        turns = left * self._planned_turns() / self._planned_trials()
-        return (
-            f"about {turns * self.measurer.mean_trial_s / 60:.0f} min for {left} runs of a trial "
-            f"({step_s:.2g} s a step, assuming half the peak); refined as trials end"
-        )
 
     def _measure_baseline(self) -> Attempt:
         knobs = self.space.baseline
@@ -223,11 +201,12 @@ class Run:
         used_up = self.stopping.reason(0, self._elapsed_s())
         if used_up is not None and not self.measurer.begun(SIDE_BY_SIDE):
             budget = self.job.budget
+            trial_s = self.measurer.forecast.trial_s(SIDE_BY_SIDE) or 0.0
             raise UserError(
                 f"{used_up}: survey and baseline alone took {self._elapsed_s() / 60:.2g} min, and nothing could be "
                 "tried beside the baseline",
                 f"raise it: the {budget.trials} trials of budget.trials take about "
-                f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
+                f"{duration(trial_s * budget.trials / self.runner.num_slots)} more. "
                 "What was measured is kept: `autotune show`, and --resume with the new budget",
             )
 
@@ -288,7 +267,7 @@ class Run:
         return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s / self.runner.num_slots
 
     def _decide(self, reference: Attempt) -> RunResult:
-        self.measurer.turns_left = self.job.measure.num_deciding_trials
+        self.measurer.forecast.end(SIDE_BY_SIDE)
         for index, candidate in enumerate(self._finalists(reference)):
             ours, theirs = self._rounds(candidate, reference, index * self.job.measure.rounds)
             if len(ours) < MIN_ROUNDS:

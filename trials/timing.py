@@ -8,9 +8,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from trials.clock import Clock
 from trials.record import Measure
+
+if TYPE_CHECKING:
+    from trials.clock import Clock
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom (NIST e-Handbook, table 1.3.6.7.2).
 _T95 = (

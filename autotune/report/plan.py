@@ -8,8 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.plan import CONTEXT_GIB, CPUS_PER_GPU, LEAST_OF_ALLOCATED, MOST_OF_RESERVED, Plan, Planned
+from autotune.estimate import Estimate
+from autotune.outlook import too_long
+from autotune.plan import CPUS_PER_GPU, Plan, Planned
+from autotune.preflight.fastest import CONTEXT_GIB, LEAST_OF_ALLOCATED, MOST_OF_RESERVED
 from autotune.report.text import differences, duration, gib, percent
+from trials.timing import TIMED_SHARE
 
 MOST_LISTED = 12
 LEAST_SHOWN_GIB = 0.001
@@ -118,19 +122,34 @@ def _tail(plan: Plan) -> list[str]:
             f"fit only on {target} ranks: {len(only):,} configs, which trials on {plan.trial_world} cannot measure; "
             f"the fastest, MFU {share}: {fastest}"
         )
-    cost = plan.cost()
-    if cost is not None:
-        hours, device_hours = cost
-        unit = "GPU-hours" if plan.device == "cuda" else "rank-hours"
+    made = plan.estimate()
+    return lines + (_cost_lines(plan, made) if made is not None else [])
+
+
+def _cost_lines(plan: Plan, made: Estimate) -> list[str]:
+    fewest, most = made.num_trials
+    budget, measure = plan.job.budget, plan.job.measure
+    lines = [
+        f"tuning: {f'{fewest} to ' if fewest < most else ''}{most} runs of a trial, about {duration(made.seconds)}, "
+        f"{made.device_hours:.3g} {'GPU-hours' if plan.device == 'cuda' else 'rank-hours'}"
+    ]
+    for name, stage in made.stages.items():
+        number = f"{stage.fewest} to {stage.most}" if stage.fewest < stage.most else f"{stage.most}"
+        at_once = f", {stage.at_once} at once" if stage.at_once > 1 else ""
+        lines.append(f"  {name}: {number} x {duration(stage.trial_s)}{at_once}")
+    if fewest < most:
         lines.append(
-            f"tuning: {plan.num_trials()} runs of a trial, about {duration(hours * 3600)}, {device_hours:.3g} {unit}"
+            f"  fewer than {most} if {budget.patience} trials in a row gain nothing (budget.patience); the time is for "
+            f"{made.expected_trials:.0f}"
         )
+    if made.longest_s > TIMED_SHARE * measure.trial_timeout_s:
+        lines.append(too_long(made, measure.trial_timeout_s))
     return lines
 
 
 def plan_content(plan: Plan) -> dict[str, Any]:
     """What `--json` prints; sizes in GiB, times in seconds, MFU as a fraction."""
-    cost = plan.cost()
+    made = plan.estimate()
     return {
         "device_name": plan.device_name or None,
         "limit_gib": plan.limit_gib,
@@ -154,10 +173,21 @@ def plan_content(plan: Plan) -> dict[str, Any]:
             for micro, mode, count in plan.surely_failing()
         ],
         "only_at_target": [_config(plan, one) for one in plan.only_at_target()[:MOST_LISTED]],
-        "num_trials": plan.num_trials(),
-        "hours": cost and cost[0],
-        "device_hours": cost and cost[1],
+        "cost": _cost(made) if made is not None else None,
         "notes": plan.space.notes,
+    }
+
+
+def _cost(made: Estimate) -> dict[str, Any]:
+    return {
+        "fewest_trials": made.num_trials[0],
+        "most_trials": made.num_trials[1],
+        "hours": made.seconds / 3600,
+        "device_hours": made.device_hours,
+        "stages": {
+            name: {"fewest": stage.fewest, "most": stage.most, "trial_s": stage.trial_s, "at_once": stage.at_once}
+            for name, stage in made.stages.items()
+        },
     }
 
 

@@ -10,7 +10,9 @@ from autotune.simulate.world import Truth, World
 from trials import composed, timing
 from trials.record import SHORT_MICRO_STEPS, Knobs, TrialSpec
 
-START_S, BUILD_S_PER_GB = 9.0, 0.4
+START_S, BUILD_S = 9.0, 3.0
+DRAWN_PER_S = 5e9
+"""Numbers that a GPU draws: each rank draws all of the model's first values."""
 FIRST_S = 2.0
 """Of the first step: kernels are loaded, NCCL connects, the allocator's pools grow."""
 FIRST_MICRO_STEPS = 1.5
@@ -72,13 +74,12 @@ class Trial:
     def begin(self) -> dict[str, float]:
         """Up to the first step, whose end not every config sees."""
         world, knobs = self.world, self.knobs
-        own_gb = 12e-9 * world.shape.num_params / world.world_size
         first_s = self.step_s + FIRST_MICRO_STEPS * self.micro_s + FIRST_S
         self.phase_s |= {
             "start": START_S,
             "data": 1.0 + 0.1 * knobs.num_workers,
             "process_group": 2.0 + 0.02 * world.world_size,
-            "build": 3.0 + BUILD_S_PER_GB * own_gb * 10,
+            "build": BUILD_S + world.shape.num_params / DRAWN_PER_S,
             "compile" if knobs.compile else "first_step": first_s + (COMPILE_S if knobs.compile else 0.0),
         }
         return self.phase_s

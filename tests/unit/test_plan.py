@@ -103,8 +103,12 @@ def test_the_shipped_job_is_planned(llama: Any) -> None:
         assert at["allocated_gib"] > one["predicted"]["64"]["allocated_gib"] > one["predicted"]["512"]["allocated_gib"]
     steps = [one["predicted"]["8"]["step_s"] for one in content["top"] if one["predicted"]["8"]["zone"] == "safe"]
     assert steps == sorted(steps)
-    assert content["hours"] > 0
-    assert content["device_hours"] == pytest.approx(8 * content["hours"])
+    cost = content["cost"]
+    assert cost["fewest_trials"] < cost["most_trials"] == 52, "patience may end the search"
+    turns = {name: (2 * one["fewest"] + one["most"]) / 3 * one["trial_s"] for name, one in cost["stages"].items()}
+    assert list(turns) == ["baseline", "explore", "finalist", "round", "endurance"]
+    assert 3600 * cost["hours"] == pytest.approx(sum(turns.values()))
+    assert cost["device_hours"] == pytest.approx(8 * cost["hours"])
 
 
 def test_what_fails_has_no_chance_and_what_fits_only_there_is_said_so(llama: Any) -> None:
@@ -159,7 +163,7 @@ def test_without_a_known_shape_nothing_is_predicted(tmp_path: Path) -> None:
     plan = make_plan(own_job(tmp_path, "None"))
     assert plan.shape is None
     assert plan.baseline is None
-    assert plan.cost() is None
+    assert plan.estimate() is None
     out = io.StringIO()
     print_plan(Console(file=out, width=200), plan)
     assert "nothing is predicted" in out.getvalue()
