@@ -99,7 +99,7 @@ class Measurer:
     out: Path
     runner: Runner
     listener: Listener
-    forecast: Forecast
+    forecast: Forecast = field(default_factory=lambda: Forecast({}, is_rough=True))
     """Of the trials still to come."""
     rate_to_beat: float | None = None
     """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""

@@ -20,6 +20,8 @@ NUM_GUESSED = 10
 """Fastest predicted configs, that the search is taken to spend its trials on."""
 ASSUMED_MFU = 0.5
 """Of a model whose step time is not predicted."""
+BUSY = 0.85
+"""Share of its CPUs' time under which a rank has lost a good deal to others."""
 HALF_THE_PEAK, PREDICTED, UNKNOWN = "assuming half the peak", "predicted", ""
 
 
@@ -30,6 +32,8 @@ class Outlook:
     """Of the step times; empty: there is none, and the estimate says no more than how stages compare."""
     trial_timeout_s: float
     simulated: bool
+    cpu_share: float = 1.0
+    """By which steps take longer than predicted."""
 
     def forecast(self) -> Forecast:
         return Forecast(self.estimate.stages, is_rough=not self.basis)
@@ -56,6 +60,11 @@ class Outlook:
             f"estimate: about {duration(left_s)}{clock}, {hours:.2g} {unit}, for {early}{most} runs of a trial "
             f"(baseline {made.baseline_step_s:.2g} s a step, {self.basis}); refined as trials end"
         ]
+        if self.cpu_share < BUSY:
+            lines.append(
+                f"other programs want this machine's CPUs: the ranks had {self.cpu_share:.0%} of theirs, so that steps "
+                "take longer, and unsteadily"
+            )
         if made.longest_s > TIMED_SHARE * self.trial_timeout_s:
             lines.append(too_long(made, self.trial_timeout_s))
         return lines
@@ -82,18 +91,20 @@ def make_outlook(survey: Survey, num_slots: int, predictor: Predictor) -> Outloo
         found = {knobs: predictor.predict(knobs) for knobs in drawn}
         known = {knobs: prediction for knobs, prediction in found.items() if prediction is not None}
         room = Room(limits.limit_gib, limits.device, limits.headroom)
-        others = [Guess(knobs, known[knobs].step_s) for knobs in fastest(known.items(), room, NUM_GUESSED)]
+        others = [
+            Guess(knobs, known[knobs].step_s / survey.cpu_share) for knobs in fastest(known.items(), room, NUM_GUESSED)
+        ]
     made = estimate(job, gang, baseline, others, study.model.num_params, space.num_configs)
-    return Outlook(made, basis, job.measure.trial_timeout_s, bool(study.simulated))
+    return Outlook(made, basis, job.measure.trial_timeout_s, bool(study.simulated), survey.cpu_share)
 
 
 def _guess_of_the_baseline(survey: Survey, predictor: Predictor) -> tuple[Guess, str]:
     study, knobs = survey.study, survey.space.baseline
     found = predictor.predict(knobs)
     if found is not None:
-        return Guess(knobs, found.step_s), PREDICTED
+        return Guess(knobs, found.step_s / survey.cpu_share), PREDICTED
     flops, peak = study.model.flops_per_token, study.peak.tflops_per_s
     if flops is None or peak is None:
         return Guess(knobs, 1.0), UNKNOWN
     tokens = knobs.micro_batch_size * knobs.grad_accum_steps * study.job.model.seq_len
-    return Guess(knobs, tokens * flops / (ASSUMED_MFU * peak * 1e12)), HALF_THE_PEAK
+    return Guess(knobs, tokens * flops / (ASSUMED_MFU * peak * 1e12) / survey.cpu_share), HALF_THE_PEAK

@@ -107,7 +107,7 @@ class Rank:
         if self.spec.device == "cuda":
             found |= survey.cuda_facts() | {"gpu_used_gib": memory.gpu_used_gib()}
         else:
-            found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
+            found |= survey.cpu_peak(self.spec.precision)
         self.report.survey = (self.report.survey or {}) | found
         if self.spec.matmul_micro_batch_size is not None:
             self.enter("matmul_rate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from autotune.job import Job, MeasureSettings
 from autotune.job_file import load_job
 from autotune.outlook import make_outlook
 from autotune.plan import make_plan
+from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Prediction
 from autotune.run import Run
 from autotune.simulate.cluster import parse_cluster
 from autotune.simulate.runner import SimulatedRunner, make_world
 from autotune.survey import load_survey
-from tests.modelled import Silent
+from tests.modelled import ModelledRunner, Silent
 from tests.unit.conftest import make_job
 from trials.record import Knobs, TrialSpec
 
@@ -169,6 +171,19 @@ def test_without_a_prediction_half_the_peak_is_assumed(tmp_path: Path) -> None:
     assert outlook.estimate.baseline_step_s == pytest.approx(7.7, rel=0.1)
     (line,) = outlook.describe([])
     assert "assuming half the peak" in line
+
+
+def test_on_a_busy_cpu_steps_are_taken_to_take_longer_and_that_is_said(tmp_path: Path) -> None:
+    job = make_job()
+    runner = ModelledRunner(lambda _: 100.0)
+    (tmp_path / "logs").mkdir()
+    Run(job, tmp_path, runner, Silent()).go()
+    survey = load_survey(job, runner, tmp_path)
+    predictor = closed_form(job, survey.shape, "cpu", survey.device_name, 2)
+    alone, busy = (make_outlook(replace(survey, cpu_share=share), 1, predictor) for share in (1.0, 0.5))
+    assert busy.estimate.baseline_step_s == pytest.approx(2 * alone.estimate.baseline_step_s)
+    assert len(alone.describe([])) == 1
+    assert "the ranks had 50% of theirs" in busy.describe([])[1]
 
 
 def test_what_is_done_is_left_out_when_a_run_goes_on(tmp_path: Path) -> None:
