@@ -235,7 +235,7 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     export = f"{_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
-        f"{result.elapsed_s / 60:.1f} min. History: {_shown(out)}/history",
+        f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
         f"next: {export}" if engine in ENGINES else f"next: the settings, of {engine}, are in {_shown(out)}/best.yaml",
     )
     for line in lines:

@@ -18,7 +18,7 @@ from autotune.estimate import Estimate, Gang, Guess, estimate
 from autotune.hardware import Peak, find_device, peak_for
 from autotune.job import Job
 from autotune.preflight.closed_form import closed_form, mfu
-from autotune.preflight.fastest import Room, fastest, looked_at
+from autotune.preflight.fastest import RISKY, SAFE, SURE_OOM, Room, fastest, looked_at
 from autotune.preflight.prediction import Prediction
 from autotune.preflight.shape import ModelShape, of_model, of_surveyed
 from autotune.space import SearchSpace
@@ -72,7 +72,7 @@ class Plan:
         return self.room.zone(planned.at[world])
 
     def zones(self, world: int) -> dict[str, int]:
-        counts = dict.fromkeys(("safe", "risky", "sure_oom"), 0)
+        counts = dict.fromkeys((SAFE, RISKY, SURE_OOM), 0)
         for planned in self.configs:
             counts[self.zone(planned, world)] += 1
         return counts
@@ -89,21 +89,18 @@ class Plan:
         ordered = sorted(self.configs, key=_group)
         for (micro, mode), group in itertools.groupby(ordered, key=_group):
             members = list(group)
-            if all(self.zone(one, self.trial_world) == "sure_oom" for one in members):
+            if all(self.zone(one, self.trial_world) == SURE_OOM for one in members):
                 found.append((micro, mode, len(members)))
         return found
 
     def only_at_target(self) -> list[Planned]:
-        """Fastest first: what surely fails in a trial, and fits the real run."""
+        """What surely fails in a trial, and fits the real run, or may: those that fit first, fastest first."""
         target = self.job.batch.target_world_size
         if target not in self.worlds or target == self.trial_world:
             return []
-        found = [
-            one
-            for one in self.configs
-            if self.zone(one, self.trial_world) == "sure_oom" and self.zone(one, target) == "safe"
-        ]
-        return sorted(found, key=lambda one: one.at[target].step_s)
+        failing = [one for one in self.configs if self.zone(one, self.trial_world) == SURE_OOM]
+        found = [one for one in failing if self.zone(one, target) != SURE_OOM]
+        return sorted(found, key=lambda one: (self.zone(one, target) != SAFE, one.at[target].step_s))
 
     def mfu(self, planned: Planned, world: int) -> float | None:
         return mfu(planned.at[world], self.shape, planned.knobs, self.peak) if self.shape else None

@@ -80,11 +80,14 @@ def test_a_study_takes_what_was_said_before(name: str, tmp_path: Path) -> None:
 
 def test_a_search_with_patience_ends_between_the_fewest_and_the_most(tmp_path: Path) -> None:
     job = load_job("llama3-8b", ("budget.trials=20", "measure.rounds=3"))
-    run = Run(job, tmp_path, SimulatedRunner(make_world(job, parse_cluster(GPUS))), Silent())
+    silent = Silent()
+    run = Run(job, tmp_path, SimulatedRunner(make_world(job, parse_cluster(GPUS))), silent)
     explored = run.go().num_trials - 1
     stage = run.outlook.estimate.stages["explore"]
     assert (stage.fewest, stage.most) == (16, 20)
     assert stage.fewest <= explored <= stage.most
+    why = "budget.trials = 20 is used up" if explored == stage.most else "no gain over 0.5% in the last"
+    assert any(line.startswith(f"  the search ends: {why}") for line in silent.messages)
 
 
 def gang(num_slots: int = 1) -> Gang:

@@ -96,6 +96,14 @@ def test_rows_carry_what_real_ones_do(finished: Path) -> None:
             assert (row["frac_compute"] is not None) == (row["stage"] in ("baseline", "finalist"))
 
 
+def test_calibrating_the_peak_is_simulated_too(tmp_path: Path) -> None:
+    arguments = ("measure", "llama3-8b", "--simulate", CLUSTER, "--output", str(tmp_path / "run"))
+    sheet = autotune(*arguments, "--set", "cluster.calibrate_peak=true")
+    assert "achievable in the model's matmuls" in sheet
+    (row,) = rows_of(tmp_path / "run")
+    assert row["mfu"] < row["share_of_achievable"] < 1
+
+
 def test_a_winner_endures(tmp_path: Path) -> None:
     simulate = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3'"
     tune(tmp_path / "run", "--set", "cluster.nodes_per_trial=8", "--trials", "10", simulate=simulate)
