@@ -133,9 +133,9 @@ def _tail(plan: Plan) -> list[str]:
         # Of the loader nothing is known there.
         best = replace(only[0].knobs, num_workers=base.num_workers, prefetch_factor=base.prefetch_factor)
         lines.append(
-            f"only on {target} ranks {fit:,} configs fit, and {len(only) - fit:,} more may, that surely fail in a trial "
-            f"on {plan.trial_world}; the fastest, {_speed(plan, only[0], target)}: "
-            f"{differences(best.to_dict(), base.to_dict())}"
+            f"only on {target} ranks {fit:,} configs fit, and {len(only) - fit:,} more may, that surely fail in trials "
+            f"on {plan.trial_world}; "
+            f"the fastest, {_speed(plan, only[0], target)}: {differences(best.to_dict(), base.to_dict())}"
         )
     elif target in plan.worlds and target != plan.trial_world and plan.limit_gib is not None:
         lines.append(f"only on {target} ranks fits: nothing that surely fails in a trial")
