@@ -120,8 +120,8 @@ class Measurer:
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
-    _predicted_oom: set[Knobs] = field(default_factory=set)
-    """What has a row already that says so."""
+    predicted_oom: dict[Knobs, None] = field(default_factory=dict)
+    """What has a row already that says so, in order."""
     _next_trial: int = 0
     _flights: dict[int, _Flight] = field(default_factory=dict)
     """By trial number."""
@@ -157,7 +157,7 @@ class Measurer:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
             if attempt.outcome is Outcome.PREDICTED_OOM:
-                self._predicted_oom.add(attempt.knobs)
+                self.predicted_oom[attempt.knobs] = None
                 continue
             if row["started_at"] is not None and row["ended_at"] is not None:
                 self.recalled_s += max(0.0, (row["ended_at"] - row["started_at"]).total_seconds())
@@ -190,12 +190,10 @@ class Measurer:
         return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
     def begun(self, stage: str) -> list[Knobs]:
-        """Configs of a stage that an earlier life finished, in order, and then those it was interrupted in."""
+        """Configs of a stage that an earlier life finished, or was interrupted in, in the order it began them."""
         finished = [(attempt.trial, key[1]) for key, attempt in self._finished.items() if key[0] == stage]
         interrupted = [(trial, key[1]) for key, (trial, _) in self._unfinished.items() if key[0] == stage]
-        return [knobs for _, knobs in sorted(finished, key=_trial)] + [
-            knobs for _, knobs in sorted(interrupted, key=_trial)
-        ]
+        return [knobs for _, knobs in sorted(finished + interrupted, key=_trial)]
 
     def has(self, stage: str, knobs: Knobs, round_number: int | None) -> bool:
         return (stage, knobs, round_number) in self._finished
@@ -364,9 +362,9 @@ class Measurer:
 
     def record_predicted_oom(self, knobs: Knobs) -> None:
         """A row, without an attempt, of a config that the search proposed and that surely does not fit."""
-        if knobs in self._predicted_oom:
+        if knobs in self.predicted_oom:
             return
-        self._predicted_oom.add(knobs)
+        self.predicted_oom[knobs] = None
         predicted, now_s = self.predict(knobs), self.runner.clock.time()
         self._history.append(predicted_oom_row(knobs, self._next_trial, predicted, now_s, self.study))
         before = (

@@ -117,18 +117,17 @@ class Run:
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
         self.listener.message(f"  estimate: {self._estimate()}")
-        # Reseeded when resumed: else the sampler would draw again what it drew at first.
-        seed = self.job.seed + len(self.measurer.begun("explore"))
         limits = self.study.limits
         self.search = Search(
             self.space,
             self.job.sampler,
-            seed,
+            self.job.seed,
             self.out / "logs" / "optuna.log",
             predictor=self._predictor(survey),
             limit_gib=limits.limit_gib,
             headroom=limits.headroom,
             num_parallel=self.runner.num_slots,
+            num_begun=len(self.measurer.begun(SIDE_BY_SIDE)),
             say=self.listener.message,
         )
         self.measurer.predict = self.search.predicted_columns
@@ -253,10 +252,8 @@ class Run:
         self.measurer.measure_side_by_side(self._proposals(), SIDE_BY_SIDE, self._take_in)
 
     def _proposals(self) -> Iterator[Knobs]:
-        begun = self._begun()
-        # What an earlier life began may be under way again when the search, which is not told yet, proposes it.
-        asked = (knobs for knobs in iter(self.search.ask, None) if knobs not in begun)
-        for num_proposed, knobs in enumerate(itertools.chain(begun, asked), start=1):
+        begun = self._take_up()
+        for num_proposed, knobs in enumerate(itertools.chain(begun, iter(self.search.ask, None)), start=1):
             self._record_rejected()
             yield knobs
             if num_proposed < len(begun):
@@ -275,13 +272,21 @@ class Run:
         for knobs in self.search.take_rejected():
             self.measurer.record_predicted_oom(knobs)
 
-    def _begun(self) -> list[Knobs]:
-        """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
-        begun = self.measurer.begun(SIDE_BY_SIDE)
+    def _take_up(self) -> list[Knobs]:
+        """What an earlier life explored: what it finished, and then what is to be run again.
+
+        A history that was tampered with has no config run that the job has not.
+        """
+        begun, rejected = self.measurer.begun(SIDE_BY_SIDE), list(self.measurer.predicted_oom)
         known = [knobs for knobs in begun if self.space.contains(knobs)]
         if len(known) < len(begun):
             self.listener.message("  skipped configs of the history that are not in the space")
-        return known
+        for knobs in known:
+            self.search.take_up(knobs)
+        for knobs in rejected:
+            if self.space.contains(knobs) and knobs not in known:
+                self.search.take_up_rejected(knobs)
+        return sorted(known, key=lambda knobs: not self.measurer.has(SIDE_BY_SIDE, knobs, None))
 
     def _elapsed_s(self) -> float:
         """Of this life, and of what earlier ones measured."""

@@ -336,7 +336,7 @@ class SearchSpace:
         spelled = self._spelled(knobs)
 
         def choose(name: str) -> Any:
-            """The config's own value, or the first that is the same in effect: canonical values may be no candidates."""
+            """The config's own value, or where that is no candidate the first that is the same in effect."""
             field, values = _field(name), self.candidates[name]
             own = getattr(spelled, field)
             same = (value for value in values if self.canonical(replace(spelled, **{field: value})) == knobs)
