@@ -79,6 +79,8 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._has_too_few_pairs = False
+        """Of runs of a candidate and the baseline, since the baseline failed."""
         self._endurance: Attempt | None = None
         """Of the config that best.yaml names."""
         self._failed_endurance: list[Attempt] = []
@@ -297,10 +299,16 @@ class Run:
         for index, candidate in enumerate(self._finalists(reference)):
             ours, theirs = self._rounds(candidate, reference, index * self.job.measure.rounds)
             if len(ours) < MIN_ROUNDS:
-                self.listener.message("  that config failed when run again: on to the next finalist")
+                self.listener.message(f"  {self._why_no_pairs(candidate, len(ours))}: on to the next finalist")
             elif not compare(ours, theirs).is_win or self._endures(candidate):
                 return self._conclude(reference, candidate, ours, theirs)
         return self._conclude(reference, None, [], [])
+
+    def _why_no_pairs(self, candidate: Attempt, num_pairs: int) -> str:
+        if candidate.knobs in self._failed_again:
+            return f"the config of trial {candidate.trial} failed when run again"
+        self._has_too_few_pairs = True
+        return f"the baseline failed when run again: {num_pairs} of {self.job.measure.rounds} pairs are left, too few"
 
     def _endures(self, winner: Attempt) -> bool:
         """Whether the winner also runs longer, evaluates, saves and loads; or nothing is known against it."""
@@ -438,6 +446,8 @@ class Run:
     def _no_verdict(self, complete: bool) -> str:
         if not complete:
             return "not yet: the run has not ended"
+        if self._has_too_few_pairs:
+            return "the baseline itself failed when it was run again, so nothing can be compared with it"
         if self._failed_endurance or self._failed_again:
             return "every faster config failed when it was run again or longer: keep your baseline"
         others = [attempt for attempt in self._attempts if attempt.stage == SIDE_BY_SIDE]
