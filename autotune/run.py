@@ -15,6 +15,7 @@ from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
 from autotune.errors import InfrastructureError, NothingFitsError, UserError
 from autotune.job import Job
+from autotune.kept_warm_starts import open_warm_starts
 from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Predictor
@@ -25,7 +26,7 @@ from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import Survey, load_survey, note_stop, take_survey
 from autotune.verdict import Verdict, compare
-from autotune.warm_start import Priors, WarmStart
+from autotune.warm_start import Priors
 from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
@@ -62,7 +63,7 @@ class Run:
     Args:
         out: made by `prepare_folder`.
         resume: take up the run that is in `out`; nothing that it finished is run again.
-        warm_start: folders of earlier runs whose histories the search is told.
+        warm_start: folders of earlier runs whose histories the search is told; a run that is resumed keeps its own.
         other_model: take them also if they measured another model.
     """
 
@@ -96,7 +97,7 @@ class Run:
         Raises:
             UserError: the workload or its data are wrong; the space holds nothing but the baseline; the baseline alone
                 takes the whole budget; a run that is resumed had another space; a warm start
-                has no history, or is of another model.
+                has no history, is of another model, or is not the one that a resumed run began with.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
             NothingFitsError: no config that was tried fits the memory limit.
         """
@@ -113,7 +114,9 @@ class Run:
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
         self._refuse_an_empty_space()
-        self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
+        self._warm_starts = open_warm_starts(
+            self.out, self.study, self.warm_start, self.other_model, self.listener.message
+        )
         self.measurer = Measurer(self.study, self.out, self.runner, self.listener)
         self.measurer.turns_left = self._planned_turns()
         for line in self.measurer.recall() if self.resume else []:
@@ -243,8 +246,7 @@ class Run:
         fitting = [(f.tokens_per_s_per_rank or 0.0, knobs) for knobs, f in told if f.memory_over_limit <= 0]
         faster = [(rate, knobs) for rate, knobs in fitting if rate > _rate(reference)]
         ranked = dict.fromkeys(knobs for _, knobs in sorted(faster, key=lambda pair: pair[0], reverse=True))
-        for knobs in list(ranked)[:NUM_PROPOSED_FIRST]:
-            self.search.propose(knobs)
+        self.search.propose(list(ranked), NUM_PROPOSED_FIRST)
 
     def _explore(self) -> None:
         """Trials side by side, one a slot; the search is told of each as it ends, and then asked for the next.

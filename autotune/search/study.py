@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,9 +271,19 @@ class Search:
         """Takes in what an earlier run found of a config of this space: the sampler learns it, and it stays untried."""
         self._add(knobs, told, {PRIOR: True})
 
-    def propose(self, knobs: Knobs) -> None:
-        """Has a config of this space asked for before all others; call it before the first `ask`."""
-        self._proposed.append(knobs)
+    def propose(self, configs: Sequence[Knobs], at_most: int) -> None:
+        """Has some configs of this space asked for before all others; call it before the first `ask`.
+
+        Of `configs`, in their order, those that are believed to fit: they may come from where there was more memory.
+        """
+        fit = self._fit()
+        indices = self._pool.add(configs)
+        believed = [
+            knobs
+            for knobs, index in zip(configs, indices, strict=True)
+            if self._pool.always_allowed[index] or fit.zone(int(index)) is Zone.SAFE
+        ]
+        self._proposed = believed[:at_most]
 
     def _tell(self, trial: optuna.Trial, told: Told) -> None:
         state, value = self._state_and_value(told)
