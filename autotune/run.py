@@ -13,14 +13,15 @@ from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
 from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
-from autotune.errors import InfrastructureError, NothingFitsError, UserError
+from autotune.errors import InfrastructureError, UserError
 from autotune.job import Job
 from autotune.kept_warm_starts import open_warm_starts
 from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Predictor
-from autotune.report.text import duration, finding_line, gib
-from autotune.rows import GIB, Attempt
+from autotune.refusals import budget_without_trials, nothing_else_fits, nothing_fits, refuse_an_empty_space
+from autotune.report.text import finding_line
+from autotune.rows import Attempt
 from autotune.search.stopping import Stopping
 from autotune.search.study import Search
 from autotune.survey import FILE_NAME as STUDY_FILE
@@ -36,8 +37,6 @@ NUM_PROPOSED_FIRST = 3
 """Configs of a warm start that are measured before the search goes its own way."""
 ASSUMED_MFU = 0.5
 """Of the first estimate of a trial's time, before anything has been measured."""
-STATE_BYTES = 16
-"""Per parameter, sharded over the ranks: weights and gradients in fp32, and AdamW's two moments."""
 OVERHEAD_S = 2.5
 """Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
 
@@ -99,7 +98,7 @@ class Run:
                 takes the whole budget; a run that is resumed had another space; a warm start
                 has no history, is of another model, or is not the one that a resumed run began with.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
-            NothingFitsError: no config that was tried fits the memory limit.
+            NothingFitsError: not even the baseline fits in memory, or surely nothing beside it.
         """
         self._prepare()
         reference = self._measure_baseline()
@@ -113,7 +112,7 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
-        self._refuse_an_empty_space()
+        refuse_an_empty_space(self.space)
         self._warm_starts = open_warm_starts(
             self.out, self.study, self.warm_start, self.other_model, self.listener.message
         )
@@ -174,7 +173,7 @@ class Run:
                 self.listener.message("  the baseline ran out of memory: the careful default becomes the reference")
                 attempt = self._trial(careful, "baseline")
             if attempt.outcome in OUT_OF_MEMORY:
-                raise self._nothing_fits(attempt)
+                raise nothing_fits(self.study, attempt)
         if attempt.outcome is not Outcome.OK:
             kind = UserError if attempt.outcome in OF_THE_WORKLOAD else InfrastructureError
             raise kind(
@@ -204,35 +203,12 @@ class Run:
             )
         )
 
-    def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
-        num_shards = 1 if attempt.knobs.engine == "ddp" else self.study.world_size
-        states_gib = STATE_BYTES * self.study.model.num_params / num_shards / GIB
-        return NothingFitsError(
-            f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
-            f"memory: {attempt.reason.splitlines()[0]}\n  weights, gradients and the optimizer's states alone take "
-            f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
-            "raise the limit, use more ranks, or shorten model.seq_len",
-        )
-
-    def _refuse_an_empty_space(self) -> None:
-        # A space too large to be enumerated is not empty.
-        if self.space.is_enumerable and all(knobs == self.space.baseline for knobs in self.space.configs()):
-            raise UserError(
-                "space: no config in it differs from the baseline, so there is nothing to tune",
-                "give knobs more candidates under `space`, or leave `space` out for the default one; "
-                "`autotune measure` measures one config",
-            )
-
     def _refuse_a_budget_without_trials(self) -> None:
         used_up = self.stopping.reason(0, self._elapsed_s())
         if used_up is not None and not self.measurer.begun(SIDE_BY_SIDE):
-            budget = self.job.budget
-            raise UserError(
-                f"{used_up}: survey and baseline alone took {self._elapsed_s() / 60:.2g} min, and nothing could be "
-                "tried beside the baseline",
-                f"raise it: the {budget.trials} trials of budget.trials take about "
-                f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
-                "What was measured is kept: `autotune show`, and --resume with the new budget",
+            num_trials, trial_s = self.job.budget.trials, self.measurer.mean_trial_s or 0.0
+            raise budget_without_trials(
+                used_up, self._elapsed_s(), num_trials, trial_s * num_trials / self.runner.num_slots
             )
 
     def _tell_priors(self, reference: Attempt) -> None:
@@ -256,7 +232,7 @@ class Run:
         self.measurer.measure_side_by_side(self._proposals(), SIDE_BY_SIDE, self._take_in)
 
     def _proposals(self) -> Iterator[Knobs]:
-        begun = self._take_up()
+        begun, num_proposed = self._take_up(), 0
         for num_proposed, knobs in enumerate(itertools.chain(begun, iter(self.search.ask, None)), start=1):
             self._record_rejected()
             yield knobs
@@ -266,6 +242,8 @@ class Run:
             if reason is not None:
                 return self._end_search(reason)
         self._record_rejected()
+        if not num_proposed:
+            raise nothing_else_fits(self.study, self.space)
         return self._end_search("every config worth a trial has been tried")
 
     def _end_search(self, reason: str) -> None:
