@@ -211,19 +211,27 @@ class Measurer:
         self._measure(iter([(stage, knobs, round_number)]), ended.append, anew)
         return ended[0]
 
-    def measure_side_by_side(self, proposals: Iterator[Knobs], stage: str, take_in: Callable[[Attempt], None]) -> None:
+    def measure_side_by_side(
+        self, proposals: Iterator[Knobs | None], stage: str, take_in: Callable[[Attempt], None]
+    ) -> None:
         """Measures configs on all slots of the runner, one a slot.
 
         Args:
-            proposals: the next one is asked for when a slot is free for it.
+            proposals: the next one is asked for when a slot is free for it; None: again once a trial has ended.
             take_in: called with each attempt as it ends, before anything else is asked for.
 
         Raises:
             InfrastructureError: a trial failed for reasons that are not the config's, every time; no slot is left.
         """
-        self._measure(((stage, knobs, None) for knobs in proposals), take_in, anew=False)
+        keys = (None if knobs is None else (stage, knobs, None) for knobs in proposals)
+        self._measure(keys, take_in, anew=False)
 
-    def _measure(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a trial runs, or is to be tried again."""
+        return bool(self._flights or self._again)
+
+    def _measure(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         try:
             while True:
                 self._start_what_can(keys, take_in, anew)
@@ -236,7 +244,7 @@ class Measurer:
             self._record_interrupted()
             raise
 
-    def _start_what_can(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    def _start_what_can(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         """Starts trials as long as a slot is free: first those that are tried again, then what comes next."""
         num_slots = self.runner.num_slots
         while self.runner.is_free():

@@ -231,11 +231,13 @@ class Run:
         """
         self.measurer.measure_side_by_side(self._proposals(), SIDE_BY_SIDE, self._take_in)
 
-    def _proposals(self) -> Iterator[Knobs]:
+    def _proposals(self) -> Iterator[Knobs | None]:
+        """What an earlier life began, and then what the search asks for; None where it asks for nothing for now."""
         begun, num_proposed = self._take_up(), 0
-        for num_proposed, knobs in enumerate(itertools.chain(begun, iter(self.search.ask, None)), start=1):
+        for knobs in itertools.chain(begun, self._asked()):
             self._record_rejected()
             yield knobs
+            num_proposed += knobs is not None
             if num_proposed < len(begun):
                 continue  # what an earlier life explored counts, whatever the budget is now
             reason = self.stopping.reason(num_proposed, self._elapsed_s())
@@ -245,6 +247,11 @@ class Run:
         if not num_proposed:
             raise nothing_else_fits(self.study, self.space)
         return self._end_search("every config worth a trial has been tried")
+
+    def _asked(self) -> Iterator[Knobs | None]:
+        """Until nothing is left: what a trial under way finds may yet open what is believed not to fit."""
+        while (knobs := self.search.ask()) is not None or self.measurer.is_under_way:
+            yield knobs
 
     def _end_search(self, reason: str) -> None:
         self.listener.message(f"  the search ends: {reason}")
