@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -131,7 +132,7 @@ class Measurer:
     """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     recalled_s: float = 0.0
-    """What the attempts of the run's earlier lives took in all."""
+    """While attempts of the run's earlier lives were under way, one or several."""
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
     _reference_losses: list[float] = field(default_factory=list)
@@ -147,6 +148,7 @@ class Measurer:
             A line on each file and row that says nothing of this study: unreadable, of another study, hostile.
         """
         rows, skipped = self._history.rows()
+        spans: list[tuple[float, float]] = []
         for row in rows:
             try:
                 attempt = attempt_from_row(row, self.study.limits)
@@ -160,7 +162,7 @@ class Measurer:
                 self.predicted_oom[attempt.knobs] = None
                 continue
             if row["started_at"] is not None and row["ended_at"] is not None:
-                self.recalled_s += max(0.0, (row["ended_at"] - row["started_at"]).total_seconds())
+                spans.append((row["started_at"].timestamp(), row["ended_at"].timestamp()))
             key = (attempt.stage, attempt.knobs, row["round"])
             if attempt.outcome in NOT_OF_THE_CONFIG:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
@@ -168,6 +170,7 @@ class Measurer:
                 self._unfinished.pop(key, None)
                 self._finished[key] = attempt
                 self._learn(attempt)
+        self.recalled_s = covered_s(spans)
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
             try:
@@ -414,6 +417,15 @@ class Measurer:
         if warning not in self._warned:
             self._warned.add(warning)
             self.listener.message(f"  {warning}")
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one span (begin, end) lies."""
+    total_s, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total_s
 
 
 def _trial(item: tuple[int, Knobs]) -> int:

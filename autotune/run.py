@@ -279,7 +279,7 @@ class Run:
 
     def _elapsed_s(self) -> float:
         """Of this life, and of what earlier ones measured."""
-        return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s / self.runner.num_slots
+        return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s
 
     def _decide(self, reference: Attempt) -> RunResult:
         self.measurer.turns_left = self.job.measure.num_deciding_trials
