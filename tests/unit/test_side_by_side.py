@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,35 @@ def test_the_search_ends_when_nothing_is_under_way_and_nothing_left(
     assert explored(tmp_path / "run", 4, none_fits) == [("none", 1)]
     rows, _ = History(tmp_path / "run" / "history").rows()
     assert "predicted_oom" not in {row["outcome"] for row in rows if kind(Knobs.from_dict(row["knobs"])) == ("none", 1)}
+
+
+class Interrupted(Slots):
+    """Four slots, until so many trials have ended."""
+
+    def __init__(self, num_ended: int) -> None:
+        super().__init__(lambda spec: 100.0 + len(str(spec.knobs)) % 7, 4)
+        self._left = num_ended
+
+    def next_ended(self) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return super().next_ended()
+
+
+def go(out: Path, num_ended: int, resume: bool = False) -> list[Knobs]:
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    job = make_job(budget={"trials": 12}, measure={"rounds": 3, "endurance": False}, sampler="residual")
+    runner = Interrupted(num_ended)
+    with contextlib.suppress(KeyboardInterrupt):
+        Run(job, out, runner, Silent(), resume).go()
+    return [spec.knobs for spec in runner.specs if spec.stage == "explore" and spec.knobs is not None]
+
+
+def test_a_run_interrupted_with_trials_under_way_knows_of_them_when_it_goes_on(tmp_path: Path) -> None:
+    whole = go(tmp_path / "whole", 10**6)
+    assert len(whole) == len(set(whole)) == 12
+    num_ended = 6  # of them the baseline
+    first = go(tmp_path / "run", num_ended)
+    assert first == whole[: num_ended - 1 + 4]
+    assert go(tmp_path / "run", 10**6, resume=True) == whole[num_ended - 1 :]
