@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -110,8 +111,8 @@ class Measurer:
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
-    _predicted_oom: set[Knobs] = field(default_factory=set)
-    """What has a row already that says so."""
+    predicted_oom: dict[Knobs, None] = field(default_factory=dict)
+    """What has a row already that says so, in order."""
     _next_trial: int = 0
     _flights: dict[int, _Flight] = field(default_factory=dict)
     """By trial number."""
@@ -121,7 +122,7 @@ class Measurer:
     """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     recalled_s: float = 0.0
-    """What the attempts of the run's earlier lives took in all."""
+    """While attempts of the run's earlier lives were under way, one or several."""
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
     _reference_losses: list[float] = field(default_factory=list)
@@ -137,6 +138,7 @@ class Measurer:
             A line on each file and row that says nothing of this study: unreadable, of another study, hostile.
         """
         rows, skipped = self._history.rows()
+        spans: list[tuple[float, float]] = []
         for row in rows:
             try:
                 attempt = attempt_from_row(row, self.study.limits)
@@ -147,10 +149,10 @@ class Measurer:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
             if attempt.outcome is Outcome.PREDICTED_OOM:
-                self._predicted_oom.add(attempt.knobs)
+                self.predicted_oom[attempt.knobs] = None
                 continue
             if row["started_at"] is not None and row["ended_at"] is not None:
-                self.recalled_s += max(0.0, (row["ended_at"] - row["started_at"]).total_seconds())
+                spans.append((row["started_at"].timestamp(), row["ended_at"].timestamp()))
             key = (attempt.stage, attempt.knobs, row["round"])
             if attempt.outcome in NOT_OF_THE_CONFIG:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
@@ -158,6 +160,7 @@ class Measurer:
                 self._unfinished.pop(key, None)
                 self._finished[key] = attempt
                 self._learn(attempt)
+        self.recalled_s = covered_s(spans)
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
             try:
@@ -180,12 +183,10 @@ class Measurer:
         return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
     def begun(self, stage: str) -> list[Knobs]:
-        """Configs of a stage that an earlier life finished, in order, and then those it was interrupted in."""
+        """Configs of a stage that an earlier life finished, or was interrupted in, in the order it began them."""
         finished = [(attempt.trial, key[1]) for key, attempt in self._finished.items() if key[0] == stage]
         interrupted = [(trial, key[1]) for key, (trial, _) in self._unfinished.items() if key[0] == stage]
-        return [knobs for _, knobs in sorted(finished, key=_trial)] + [
-            knobs for _, knobs in sorted(interrupted, key=_trial)
-        ]
+        return [knobs for _, knobs in sorted(finished + interrupted, key=_trial)]
 
     def has(self, stage: str, knobs: Knobs, round_number: int | None) -> bool:
         return (stage, knobs, round_number) in self._finished
@@ -203,19 +204,27 @@ class Measurer:
         self._measure(iter([(stage, knobs, round_number)]), ended.append, anew)
         return ended[0]
 
-    def measure_side_by_side(self, proposals: Iterator[Knobs], stage: str, take_in: Callable[[Attempt], None]) -> None:
+    def measure_side_by_side(
+        self, proposals: Iterator[Knobs | None], stage: str, take_in: Callable[[Attempt], None]
+    ) -> None:
         """Measures configs on all slots of the runner, one a slot.
 
         Args:
-            proposals: the next one is asked for when a slot is free for it.
+            proposals: the next one is asked for when a slot is free for it; None: again once a trial has ended.
             take_in: called with each attempt as it ends, before anything else is asked for.
 
         Raises:
             InfrastructureError: a trial failed for reasons that are not the config's, every time; no slot is left.
         """
-        self._measure(((stage, knobs, None) for knobs in proposals), take_in, anew=False)
+        keys = (None if knobs is None else (stage, knobs, None) for knobs in proposals)
+        self._measure(keys, take_in, anew=False)
 
-    def _measure(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a trial runs, or is to be tried again."""
+        return bool(self._flights or self._again)
+
+    def _measure(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         try:
             while True:
                 self._start_what_can(keys, take_in, anew)
@@ -228,7 +237,7 @@ class Measurer:
             self._record_interrupted()
             raise
 
-    def _start_what_can(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    def _start_what_can(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         """Starts trials as long as a slot is free: first those that are tried again, then what comes next."""
         num_slots = self.runner.num_slots
         while self.runner.is_free():
@@ -352,9 +361,9 @@ class Measurer:
 
     def record_predicted_oom(self, knobs: Knobs) -> None:
         """A row, without an attempt, of a config that the search proposed and that surely does not fit."""
-        if knobs in self._predicted_oom:
+        if knobs in self.predicted_oom:
             return
-        self._predicted_oom.add(knobs)
+        self.predicted_oom[knobs] = None
         predicted, now_s = self.predict(knobs), self.runner.clock.time()
         self._history.append(predicted_oom_row(knobs, self._next_trial, predicted, now_s, self.study))
         before = (
@@ -385,6 +394,15 @@ class Measurer:
         if warning not in self._warned:
             self._warned.add(warning)
             self.listener.message(f"  {warning}")
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one span (begin, end) lies."""
+    total_s, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total_s
 
 
 def _trial(item: tuple[int, Knobs]) -> int:
