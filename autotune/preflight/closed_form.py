@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,9 @@ from autotune.hardware import Peak as PeakRate
 from autotune.job import Job
 from autotune.preflight.activations import Setting, activations
 from autotune.preflight.memory import Peak, peak
-from autotune.preflight.prediction import Prediction
+from autotune.preflight.prediction import COLLECTIVE_RATES, Prediction
 from autotune.preflight.shape import ModelShape
-from autotune.preflight.step_time import CPU, NETWORK_GB_PER_S, Rates, loader_wait_s, step_terms
+from autotune.preflight.step_time import CPU, FITTED, NETWORK_GB_PER_S, Rates, loader_wait_s, step_terms
 from autotune.search.feasible import HOST_ONLY
 from trials.record import KNOB_NAMES, Knobs
 
@@ -30,7 +31,7 @@ class ClosedForm:
     rates: Rates
     has_loader: bool = True
     """False: synthetic data, which costs nothing to load."""
-    _known: dict[tuple[Any, ...], tuple[Peak, dict[str, float]]] = field(
+    _known: dict[tuple[Any, ...], tuple[Peak, dict[str, float], tuple[float, ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """By all knobs but the loader's: a space has many configs that differ in these alone."""
@@ -42,18 +43,28 @@ class ClosedForm:
         if key not in self._known:
             acts = activations(self.shape, self.setting, knobs)
             terms = step_terms(self.shape, self.setting, knobs, self.rates, acts=acts)
-            self._known[key] = peak(self.shape, self.setting, knobs, acts), terms
-        found, seconds = self._known[key]
+            at_rates = tuple(
+                sum(step_terms(self.shape, self.setting, knobs, self.rates, constants, acts).values())
+                for constants in _AT_RATES
+            )
+            self._known[key] = peak(self.shape, self.setting, knobs, acts), terms, at_rates
+        found, seconds, at_rates = self._known[key]
         busy_s = sum(seconds.values())
-        waiting_s = loader_wait_s(self.shape, knobs, busy_s) if self.has_loader else 0.0
+        waiting_s = self._loader_wait_s(knobs, busy_s)
         return Prediction(
             memory_terms={name: size / GIB for name, size in found.terms.items() if size},
             allocated_gib=found.allocated / GIB,
             reserved_gib=found.reserved / GIB,
             time_terms={name: term for name, term in (seconds | {"loader": waiting_s}).items() if term},
             step_s=busy_s + waiting_s,
+            step_s_at_rates=tuple(each_s + self._loader_wait_s(knobs, each_s) for each_s in at_rates),
         )
 
+    def _loader_wait_s(self, knobs: Knobs, busy_s: float) -> float:
+        return loader_wait_s(self.shape, knobs, busy_s) if self.has_loader and self.shape else 0.0
+
+
+_AT_RATES = tuple(dataclasses.replace(FITTED, network=FITTED.network * rate) for rate in COLLECTIVE_RATES)
 
 _all_but_the_loader = operator.attrgetter(*(name for name in KNOB_NAMES if name not in HOST_ONLY))
 

@@ -8,6 +8,10 @@ from typing import Protocol
 
 from trials.record import Knobs
 
+COLLECTIVE_RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Multiples of the assumed rate of collectives at which step times are predicted too: what lies between the nodes of a
+cluster is in no datasheet of its devices."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -23,6 +27,8 @@ class Prediction:
     """Seconds of one optimizer step that nothing hides, by named term; they add up to `step_s`."""
     step_s: float
     """One optimizer step: all micro-steps and the update."""
+    step_s_at_rates: tuple[float, ...] = ()
+    """The same with collectives at each of COLLECTIVE_RATES; empty if that is not predicted."""
 
 
 class Predictor(Protocol):

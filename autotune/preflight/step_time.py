@@ -156,14 +156,15 @@ class _StepTime:
 
     # --- collectives, seconds ---------------------------------------------------------------------------------
 
-    def collective(self, num_bytes: float, ranks: int) -> float:
-        """An all-gather or a reduce-scatter of so many whole bytes."""
+    def collective(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """An all-gather or a reduce-scatter of so many whole bytes, among ranks that are `stride` apart."""
         if ranks < 2:
             return 0.0
         rates = self.rates
         rate = rates.link_gb_per_s
-        if ranks > rates.ranks_per_node:  # what a node takes in, over the adapters of all its ranks
-            rate = min(rate, rates.network_gb_per_s * rates.ranks_per_node)
+        if ranks * stride > rates.ranks_per_node:
+            # What a node takes in, over the adapters of all its ranks; groups that lie across each other share them.
+            rate = min(rate, rates.network_gb_per_s * max(1.0, rates.ranks_per_node / stride))
         moved = num_bytes * (ranks - 1) / ranks
         return moved / (rate * 1e9 * self.constants.network) + LATENCY_S * math.log2(ranks)
 
@@ -176,7 +177,9 @@ class _StepTime:
             return 2 * self.collective(MASTER * params, self.ranks)
         seconds = self.collective(self.reduce * params, self.ranks)
         if (self.knobs.replicate_degree or 1) > 1:
-            seconds += 2 * self.collective(self.reduce * params / self.ranks, self.knobs.replicate_degree or 1)
+            seconds += 2 * self.collective(
+                self.reduce * params / self.ranks, self.knobs.replicate_degree or 1, stride=self.ranks
+            )
         if self.knobs.cpu_offload:
             seconds += MASTER * params / self.ranks / (PCIE_GB_PER_S * 1e9)
         return seconds

@@ -7,17 +7,19 @@ a Bayesian regression on the trials; without predictions it is one on the measur
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 import numpy as np
 from scipy.special import ndtr
 
+from autotune.preflight.prediction import COLLECTIVE_RATES
 from autotune.search.observed import Observed, most_telling
-from autotune.search.pool import Floats, Indices, Mask, Pool
+from autotune.search.pool import AS_ASSUMED, Floats, Indices, Mask, Pool
 from autotune.search.residual.acquisition import SAFE
-from autotune.search.residual.kernel import Tables
+from autotune.search.residual.kernel import Kernels, Tables
 from autotune.search.residual.posterior import Posterior, site_above
 
 MAX_POINTS = 224
@@ -40,17 +42,21 @@ class Assumed:
     structure: float
     """Of what configs with the same tensors share (`STRUCTURE`)."""
     knob: float
-    """Of each knob's own effect."""
+    """Of each knob's own effect, but for its weight (kernel.py)."""
     pair_share: float
     """Variance of the effect of two knobs together / of one knob."""
     noise: float
     """Of a measurement."""
 
 
-STEP_TIME = Assumed(common=0.25, structure=0.0, knob=0.02, pair_share=0.25, noise=0.018)
-MEMORY = Assumed(common=0.05, structure=0.05, knob=0.02, pair_share=0.0, noise=0.01)
+STEP_TIME = Assumed(common=0.25, structure=0.0, knob=0.0125, pair_share=0.05, noise=0.018)
+MEMORY = Assumed(common=0.08, structure=0.05, knob=0.02, pair_share=0.0, noise=0.01)
 UNPREDICTED = Assumed(common=1.0, structure=0.2, knob=0.15, pair_share=0.25, noise=0.018)
 """Of the measurements themselves, where there is no prediction."""
+
+
+RATE_SD = 1.0
+"""Standard deviation of the logarithm of the true rate of collectives over the assumed one."""
 
 
 class Zone(str, Enum):  # noqa: UP042 (as Outcome)
@@ -67,7 +73,7 @@ class Corrected:
     """The log of one figure of every config of the pool: what is believed of it.
 
     Args:
-        figure: what of the pool is corrected; the others of its kind are its predictions, NaN where there is none.
+        predictions: of the pool's configs, NaN where there is none; read anew each time, as the pool may grow.
         ran: configs it was measured of, and the logs of what was measured.
         above: configs of which it is known to be above a bound, and the logs of those.
         running: configs that are being measured: taken to come out as believed.
@@ -79,16 +85,15 @@ class Corrected:
         pool: Pool,
         tables: Tables,
         assumed: Assumed,
-        figure: Literal["log_step", "log_fill"],
+        predictions: Callable[[], Floats],
         ran: tuple[Indices, Floats],
         above: tuple[Indices, Floats] | None = None,
         running: Indices | None = None,
         same_unit: bool = True,
     ) -> None:
         self._pool, self._tables = pool, tables
-        self._figure = figure
-        predictions = getattr(pool, figure)
-        known = predictions[np.isfinite(predictions)]
+        self._predictions = predictions
+        known = predictions()[np.isfinite(predictions())]
         self._assumed = assumed if len(known) else UNPREDICTED
         self._filler = float(np.median(known)) if len(known) else 0.0
         self._at, values = ran
@@ -104,8 +109,7 @@ class Corrected:
             self._append(running, mean, self._assumed.noise**2)
 
     def _predicted(self, indices: Indices | None) -> Floats:
-        # Read anew each time: a pool that holds a part of the space grows.
-        predictions: Floats = getattr(self._pool, self._figure)
+        predictions = self._predictions()
         some = predictions if indices is None else predictions[indices]
         return np.asarray(np.where(np.isfinite(some), some, self._filler))
 
@@ -148,6 +152,11 @@ class Corrected:
         return self._assumed.common**2 + scale**2 * likeness
 
     @property
+    def log_likelihood(self) -> float:
+        """Of what was measured."""
+        return self._posterior.log_likelihood
+
+    @property
     def _prior_variance(self) -> float:
         assumed, tables = self._assumed, self._tables
         of_knobs = tables.weight + assumed.pair_share * tables.pair_weight
@@ -186,15 +195,15 @@ class Corrected:
 class Fit:
     """Whether configs fit in memory: an out-of-memory is a point that is known to lie above the limit."""
 
-    def __init__(self, pool: Pool, tables: Tables, observed: Observed) -> None:
+    def __init__(self, pool: Pool, kernels: Kernels, observed: Observed) -> None:
         self._pool = pool
         self._log_fill: Corrected | None = None
         if pool.limit_gib is not None:
             self._log_fill = Corrected(
                 pool,
-                tables,
+                kernels.memory,
                 MEMORY,
-                "log_fill",
+                lambda: pool.log_fill,
                 most_telling(observed.measured, observed.log_fill, MAX_POINTS),
                 above=most_telling(observed.too_large, observed.log_fill_above, MAX_BOUNDS),
                 running=np.array(observed.running, dtype=np.intp),
@@ -231,14 +240,28 @@ class Fit:
         return (self.roughly() >= SURELY_OUT) | self._pool.always_allowed
 
 
-def step_time(pool: Pool, tables: Tables, observed: Observed) -> Corrected:
-    """Log step time of every config, but for a constant."""
-    return Corrected(
-        pool,
-        tables,
-        STEP_TIME,
-        "log_step",
-        most_telling(observed.ran, observed.log_step, MAX_POINTS),
-        running=np.array(observed.running, dtype=np.intp),
-        same_unit=False,
-    )
+def step_time(pool: Pool, kernels: Kernels, observed: Observed) -> Corrected:
+    """Log step time of every config, but for a constant; with collectives at the rate that makes the trials likeliest.
+
+    The rate between nodes is assumed, and one that is several times lower turns the order of configs around. All else
+    that predictions miss, they miss by less.
+    """
+    ran = most_telling(observed.ran, observed.log_step, MAX_POINTS)
+    running = np.array(observed.running, dtype=np.intp)
+
+    def at_rate(rate: int, running: Indices | None = None) -> Corrected:
+        return Corrected(
+            pool,
+            kernels.step_time,
+            STEP_TIME,
+            lambda: pool.log_step_at_rates[rate],
+            ran,
+            running=running,
+            same_unit=False,
+        )
+
+    def likelihood(rate: int) -> float:
+        return at_rate(rate).log_likelihood - 0.5 * (math.log(COLLECTIVE_RATES[rate]) / RATE_SD) ** 2
+
+    likeliest = max(range(len(COLLECTIVE_RATES)), key=likelihood) if len(ran[0]) > 1 else AS_ASSUMED
+    return at_rate(likeliest, running)

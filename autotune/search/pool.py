@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import optuna
 
-from autotune.preflight.prediction import Prediction, Predictor
+from autotune.preflight.prediction import COLLECTIVE_RATES, Prediction, Predictor
 from autotune.space import SearchSpace
 from trials.record import Knobs
 
@@ -20,6 +21,8 @@ Mask = npt.NDArray[np.bool_]
 
 NUM_DRAWN = 20_000
 """Configs that are drawn of a space too large to be enumerated; neighbours of good ones join them as it goes on."""
+
+AS_ASSUMED = COLLECTIVE_RATES.index(1.0)
 
 
 class Pool:
@@ -47,8 +50,9 @@ class Pool:
         self._of_trial: dict[int, int] = {}
         self.levels: Indices = np.empty((len(space.searched), 0), dtype=np.intp)
         """Of each knob that is searched (row) the index of each config's candidate; that many: it has no effect."""
-        self.log_step: Floats = np.empty(0)
-        """Log of the predicted seconds of an optimizer step; NaN where nothing is predicted."""
+        self.log_step_at_rates: Floats = np.empty((len(COLLECTIVE_RATES), 0))
+        """Log of the predicted seconds of an optimizer step with collectives at each of COLLECTIVE_RATES; NaN where
+        nothing is predicted."""
         self.log_fill: Floats = np.empty(0)
         """Log of predicted memory / usable memory; NaN where nothing is predicted, or no limit is known."""
         self.always_allowed: Mask = np.empty(0, dtype=np.bool_)
@@ -58,6 +62,12 @@ class Pool:
         else:
             rng = random.Random(seed)
             self.add(space.draw(rng) for _ in range(NUM_DRAWN))
+
+    def for_another_study(self) -> Pool:
+        """The same configs and predictions, for trials of another study."""
+        other = copy.copy(self)
+        other.configs, other._index, other._of_trial = list(self.configs), dict(self._index), {}
+        return other
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -79,13 +89,20 @@ class Pool:
             self._index |= {knobs: len(self.configs) + place for place, knobs in enumerate(new)}
             self.configs += new
             self.levels = np.concatenate([self.levels, levels.T], axis=1)
-            self.log_step = np.append(self.log_step, [math.log(p.step_s) if p else math.nan for p in predictions])
+            log_steps = np.array([_log_steps(prediction) for prediction in predictions])
+            self.log_step_at_rates = np.concatenate([self.log_step_at_rates, log_steps.T], axis=1)
             self.log_fill = np.append(self.log_fill, [self._log_fill_of(p) for p in predictions])
             frugal = [k.micro_batch_size == 1 and k.activation_checkpointing == "full" for k in new]
             self.always_allowed = np.append(
                 self.always_allowed, np.array(frugal) | np.isnan(self.log_fill[-len(new) :])
             )
         return np.array([self._index[knobs] for knobs in wanted], dtype=np.intp)
+
+    @property
+    def log_step(self) -> Floats:
+        """The same with collectives at the assumed rate."""
+        as_assumed: Floats = self.log_step_at_rates[AS_ASSUMED]
+        return as_assumed
 
     def _levels_of(self, knobs: Knobs) -> list[int]:
         indices = self.space.indices(knobs)
@@ -112,3 +129,9 @@ class Pool:
             knobs = self.space.suggest(optuna.trial.FixedTrial(trial.params))
             self._of_trial[trial.number] = int(self.add([knobs])[0])
         return self._of_trial[trial.number]
+
+
+def _log_steps(prediction: Prediction | None) -> list[float]:
+    if prediction is None:
+        return [math.nan] * len(COLLECTIVE_RATES)
+    return [math.log(each_s) for each_s in prediction.step_s_at_rates or [prediction.step_s] * len(COLLECTIVE_RATES)]

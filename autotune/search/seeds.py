@@ -13,8 +13,8 @@ from trials.record import Knobs
 
 FILL = 0.93
 """Share of the usable memory that a seed may take as predicted."""
-NUM_SEEDS = 2
-"""More of them cost trials; when trials run side by side, as many as run at once."""
+NUM_SEEDS = 1
+"""Beside the baseline. More of them cost trials; when trials run side by side, as many as run at once."""
 
 ALIKE = 0.01
 """Difference in log step time below which predictions say nothing."""

@@ -37,7 +37,7 @@ from autotune.search.observed import (
 )
 from autotune.search.pool import Pool
 from autotune.search.residual.acquisition import SAFE
-from autotune.search.residual.kernel import Tables
+from autotune.search.residual.kernel import Kernels
 from autotune.search.samplers import FITS_COMPLETE_ONLY, FLAT, KNOWS_WHAT_FITS, WITHOUT_STATE, make_sampler
 from autotune.search.seeds import NUM_SEEDS, seeds
 from autotune.space import SearchSpace
@@ -78,6 +78,7 @@ class Search:
         num_begun: trials that an earlier life of the study began, to be taken up: a sampler that draws on from its
             seed gets another, else it would draw again what it drew at first.
         say: told, once, if predictions fail.
+        pool: of the same space, predictor and limit, if there is one already.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class Search:
         num_parallel: int = 1,
         num_begun: int = 0,
         say: Callable[[str], None] = lambda _: None,
+        pool: Pool | None = None,
     ) -> None:
         send_to_file("optuna", log)
         self.space = space
         self._predictor = Guarded(predictor, say) if predictor is not None else None
-        self._pool = Pool(space, self._predictor, limit_gib, headroom, seed)
+        self._pool = pool or Pool(space, self._predictor, limit_gib, headroom, seed)
         self._sampler, self._seed = sampler, seed
         own_seed = seed if sampler in WITHOUT_STATE else seed + num_begun
         self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, own_seed, self._pool))
@@ -203,19 +205,19 @@ class Search:
     def _planned(self) -> Iterator[Knobs]:
         """What comes before the sampler's own proposals."""
         observed = self._observed()
-        fit, speed = Fit(self._pool, self._tables, observed), step_time(self._pool, self._tables, observed)
+        fit, speed = Fit(self._pool, self._kernels, observed), step_time(self._pool, self._kernels, observed)
         first = seeds(self._pool, fit, speed, self._is_open, max(NUM_SEEDS, self._num_parallel))
         return iter([*self._proposed, *first])
 
     @functools.cached_property
-    def _tables(self) -> Tables:
-        return Tables(self.space)
+    def _kernels(self) -> Kernels:
+        return Kernels(self.space)
 
     def _observed(self) -> Observed:
         return observe(self._study.get_trials(deepcopy=False), self._pool)
 
     def _fit(self) -> Fit:
-        return Fit(self._pool, self._tables, self._observed())
+        return Fit(self._pool, self._kernels, self._observed())
 
     def _is_open(self, knobs: Knobs) -> bool:
         return self._answer_without_trial(knobs) is None and knobs not in self._asked

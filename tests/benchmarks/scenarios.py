@@ -19,9 +19,9 @@ from autotune.canonical import Facts
 from autotune.job import Job
 from autotune.job_file import validate
 from autotune.preflight.closed_form import closed_form
-from autotune.preflight.prediction import Prediction, Predictor
 from autotune.preflight.shape import of_model
 from autotune.rows import Limits
+from autotune.search.pool import Pool
 from autotune.search.study import Told
 from autotune.simulate.cluster import parse_cluster
 from autotune.simulate.hidden import MEMORY_KNOBS
@@ -149,8 +149,19 @@ SCENARIOS: dict[str, Scenario] = {
             (_FSDP2_AHEAD, _COMPILE, _LOADER, _BF16_REDUCE,
              {"replicate_degree": [1, 2], "reshard_group_size": [0, 8]}),
         ),
+        Scenario(
+            "3b-32xL40S", "llama3.2-3b", 4096, 8, 4, 8, "device='NVIDIA L40S' network_gb_per_s=6", (1, 2, 4, 7),
+            (_FSDP2_AHEAD, _COMPILE, {"num_workers": [0, 2, 4], "prefetch_factor": [2, 4]}, _BF16_REDUCE,
+             {"replicate_degree": [1, 4]}),
+        ),
+        Scenario(
+            "8b-64xH200", "llama3-8b", 8192, 8, 8, 8, "device='NVIDIA H200' network_gb_per_s=50", (1, 2, 4, 8),
+            (_FSDP2_AHEAD, _COMPILE, _LOADER, _BF16_REDUCE, {"reshard_group_size": [0, 8]}),
+        ),
     )
 }  # fmt: skip
+HELD_OUT = frozenset({"3b-32xL40S", "8b-64xH200"})
+"""Added once all else was settled: nothing was calibrated or tuned on them."""
 
 
 class Physics:
@@ -174,9 +185,14 @@ class Physics:
         self.step_s, self.allocated, self.pools, self.data_wait = np.array(found).T
         self._codes = {name: _codes(self.configs, name) for name in self.world.hidden.names}
         device = self.world.cluster.device
-        self.predictor = Remembered(
-            closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
-        )
+        predictor = closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
+        limit_gib, headroom = self.world.machine.memory_bytes / GIB, self.job.cluster.memory_headroom
+        self.config_pools = {
+            predicts: Pool(self.space, predictor if predicts else None, limit_gib, headroom)
+            for predicts in (True, False)
+        }
+        """With and without predictions: made once, for all searches."""
+        self.predictor = predictor
 
     def table(self, name: str, effect: Callable[[str, object], float]) -> Numbers:
         """A knob's effect in each config."""
@@ -193,19 +209,6 @@ class Physics:
         parts, _, _ = self.world.step_parts(knobs)
         peaks, seconds = self.world.peaks(knobs), sum(parts.values())
         return seconds, peaks.allocated, peaks.pools, parts["data_wait"] / seconds
-
-
-class Remembered:
-    """A predictor that is asked once for each config, by many searches of one space."""
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-        self._found: dict[Knobs, Prediction | None] = {}
-
-    def predict(self, knobs: Knobs) -> Prediction | None:
-        if knobs not in self._found:
-            self._found[knobs] = self._predictor.predict(knobs)
-        return self._found[knobs]
 
 
 def _codes(configs: list[Knobs], name: str) -> tuple[list[object], NDArray[np.int64]]:
@@ -230,6 +233,7 @@ class Landscape:
         self.job, self.space, self.configs = self._physics.job, self._physics.space, self._physics.configs
         self.world = self._physics.scenario.world(seed)
         self.predictor = self._physics.predictor
+        self.config_pools = self._physics.config_pools
         self.limit_gib = self.world.machine.memory_bytes / GIB
         self.limits = Limits("cuda", self.limit_gib, self.job.cluster.memory_headroom)
         self._enumerate()

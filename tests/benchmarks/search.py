@@ -1,6 +1,6 @@
 """Search strategies on simulated clusters: how soon they come near the true optimum, and what they burn on the way.
 
-`python -m tests.benchmarks.search [--strategies tpe,random] [--seeds 20] [--parallel 1,4] [--json FILE]`
+`python -m tests.benchmarks.search [--strategies gp,residual] [--seeds 20] [--parallel 1,4] [--json FILE]`
 
 The baseline has been measured and told before the first trial, and does not count. A run's regret after k trials is
 how far below the optimum that config truly is which its noisy trials rank first among those that fit.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +24,11 @@ from typing import Any, Protocol
 import click
 import optuna
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from autotune.search.study import Search, Told
-from tests.benchmarks.scenarios import CALIBRATION_SEEDS, REPORTING_SEEDS, SCENARIOS, Landscape
+from tests.benchmarks.scenarios import CALIBRATION_SEEDS, HELD_OUT, REPORTING_SEEDS, SCENARIOS, Landscape, physics
 from trials.outcome import OUT_OF_MEMORY, Outcome
 from trials.record import Knobs
 
@@ -35,6 +37,7 @@ NEAR = 0.02
 """Regret below which a config counts as the optimum."""
 SHARES_AT = (5, 10, 20, 40)
 REGRET_AT = (10, 20)
+PROCESSES = 2
 
 
 class Strategy(Protocol):
@@ -45,10 +48,14 @@ class Strategy(Protocol):
     def tell(self, knobs: Knobs, told: Told) -> None: ...
 
 
-def by_search(sampler: str, *, predicts: bool = True) -> Callable[[Landscape, int], Strategy]:
+Make = Callable[[Landscape, int, int], Strategy]
+"""By a landscape, a seed, and the number of trials at once."""
+
+
+def by_search(sampler: str, *, predicts: bool = True) -> Make:
     """The product's own search with one of its samplers; with or without the closed forms."""
 
-    def make(landscape: Landscape, seed: int) -> Strategy:
+    def make(landscape: Landscape, seed: int, parallel: int) -> Strategy:
         return Search(
             landscape.space,
             sampler,
@@ -57,6 +64,8 @@ def by_search(sampler: str, *, predicts: bool = True) -> Callable[[Landscape, in
             predictor=landscape.predictor if predicts else None,
             limit_gib=landscape.limit_gib,
             headroom=landscape.limits.headroom,
+            num_parallel=parallel,
+            pool=landscape.config_pools[predicts].for_another_study(),
         )
 
     return make
@@ -119,10 +128,10 @@ class LargestBatchFirst:
             self._micro = max(self._micro, knobs.micro_batch_size)
 
 
-STRATEGIES: dict[str, Callable[[Landscape, int], Strategy]] = {
-    "tpe-bare": lambda landscape, seed: Bare(landscape, optuna.samplers.TPESampler(seed=seed)),
-    "random-bare": lambda landscape, seed: Bare(landscape, optuna.samplers.RandomSampler(seed=seed)),
-    "deepspeed-like": LargestBatchFirst,
+STRATEGIES: dict[str, Make] = {
+    "tpe-bare": lambda landscape, seed, _: Bare(landscape, optuna.samplers.TPESampler(seed=seed)),
+    "random-bare": lambda landscape, seed, _: Bare(landscape, optuna.samplers.RandomSampler(seed=seed)),
+    "deepspeed-like": lambda landscape, seed, _: LargestBatchFirst(landscape, seed),
     "tpe": by_search("tpe"),
     "random": by_search("random"),
     "gp": by_search("gp"),
@@ -148,9 +157,12 @@ class Outcomes:
     """Trials of a config that had run out of memory before."""
 
 
-def run(make: Callable[[Landscape, int], Strategy], landscape: Landscape, parallel: int) -> Outcomes:
+COMPARED = ("residual", "gp", "tpe-bare", "random-bare", "deepspeed-like")
+
+
+def run(make: Make, landscape: Landscape, parallel: int) -> Outcomes:
     """TRIALS trials, `parallel` of them under way at any time."""
-    strategy = make(landscape, landscape.seed)
+    strategy = make(landscape, landscape.seed, parallel)
     baseline = landscape.space.baseline
     tried: list[tuple[Knobs, Told]] = []
     first = landscape.measure(baseline, -1)
@@ -207,8 +219,12 @@ def _regret(landscape: Landscape, tried: Sequence[tuple[Knobs, Told]]) -> float:
     return landscape.regret(max(fitting, key=lambda pair: pair[0])[1])
 
 
+Found = dict[tuple[str, int], list[Outcomes]]
+"""By strategy and trials at once."""
+
+
 @click.command()
-@click.option("--strategies", default=",".join(STRATEGIES), show_default=True, help="Names, with commas between.")
+@click.option("--strategies", default=",".join(COMPARED), show_default=True, help=f"Of {', '.join(STRATEGIES)}.")
 @click.option("--scenarios", default=",".join(SCENARIOS), show_default=True, help="Names, with commas between.")
 @click.option("--seeds", default=20, show_default=True, help="Landscapes of each scenario.")
 @click.option("--calibrating", is_flag=True, help="On the seeds to tune on, instead of those to report on.")
@@ -218,18 +234,30 @@ def main(strategies: str, scenarios: str, seeds: int, calibrating: bool, paralle
     """Compares strategies."""
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     console = Console(width=max(Console().width, 140))
-    found: dict[tuple[str, int], list[Outcomes]] = {}
-    for name in scenarios.split(","):
-        for seed in (CALIBRATION_SEEDS if calibrating else REPORTING_SEEDS)[:seeds]:
-            landscape = Landscape(name, seed)
-            for strategy in strategies.split(","):
-                for at_once in map(int, parallel.split(",")):
-                    outcome = run(STRATEGIES[strategy], landscape, at_once)
-                    found.setdefault((strategy, at_once), []).append(outcome)
+    at_once, seeds_of = (
+        [int(text) for text in parallel.split(",")],
+        CALIBRATION_SEEDS if calibrating else REPORTING_SEEDS,
+    )
+    found: Found = {(name, count): [] for name in strategies.split(",") for count in at_once}
+    for scenario in track(scenarios.split(","), "scenarios", console=Console(stderr=True)):
+        physics(scenario)  # what all seeds share, before processes are forked
+        with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+            jobs = [(scenario, seed, tuple(found)) for seed in seeds_of[:seeds]]
+            for outcomes in pool.imap(_all_of, jobs):
+                for key, outcome in outcomes.items():
+                    found[key].append(outcome)
+        physics.cache_clear()
     report(console, found, json_file)
 
 
-def report(console: Console, found: dict[tuple[str, int], list[Outcomes]], json_file: Path | None) -> None:
+def _all_of(job: tuple[str, int, tuple[tuple[str, int], ...]]) -> dict[tuple[str, int], Outcomes]:
+    """Every strategy on one landscape."""
+    scenario, seed, wanted = job
+    landscape = Landscape(scenario, seed)
+    return {(name, at_once): run(STRATEGIES[name], landscape, at_once) for name, at_once in wanted}
+
+
+def report(console: Console, found: Found, json_file: Path | None) -> None:
     table = Table(title=f"Search: {NEAR:.0%} of the true optimum; OOMs and regrets are means")
     for column in ("strategy", "at once", "runs", "median trials", *(f"within {k}" for k in SHARES_AT)):
         table.add_column(column, justify="left" if column == "strategy" else "right")
@@ -237,7 +265,11 @@ def report(console: Console, found: dict[tuple[str, int], list[Outcomes]], json_
         table.add_column(column, justify="right")
     for (strategy, at_once), outcomes in found.items():
         table.add_row(strategy, str(at_once), str(len(outcomes)), *_cells(outcomes))
+        held_out = [outcome for outcome in outcomes if outcome.scenario in HELD_OUT]
+        if held_out and len(held_out) < len(outcomes):
+            table.add_row("  of them held out", "", str(len(held_out)), *_cells(held_out))
     console.print(table)
+    console.print(_verdict(found))
     if json_file is not None:
         rows: list[dict[str, Any]] = [
             {"strategy": strategy, "parallel": at_once} | asdict(outcome)
@@ -249,19 +281,47 @@ def report(console: Console, found: dict[tuple[str, int], list[Outcomes]], json_
         json_file.write_text(json.dumps(rows, indent=1))
 
 
+def _verdict(found: Found) -> str:
+    """The rule that the default sampler goes by, and the targets."""
+    lines = []
+    ours, stock = found.get(("residual", 1)), found.get(("gp", 1))
+    if ours:
+        lines.append(
+            f"residual: median {_median(ours):g} (target 7), within 20 {_within(ours, 20):.0%} (88 %), within 40 "
+            f"{_within(ours, 40):.0%} (95 %), OOMs in 20 {_mean(o.out_of_memory_in_20 for o in ours):.2f} (0.4), "
+            f"exact OOM repeats {sum(o.repeated_out_of_memory for o in ours)} (0)"
+        )
+    if ours and stock:
+        points = 100 * (_within(ours, 20) - _within(stock, 20))
+        stays = points >= 5 or _median(stock) - _median(ours) >= 2
+        lines.append(
+            f"residual against gp: {points:+.0f} points within 20, median {_median(ours):g} against "
+            f"{_median(stock):g}: {'stays' if stays else 'does not stay'} (5 points or 2 trials)"
+        )
+    return "\n".join(lines)
+
+
+def _median(outcomes: Sequence[Outcomes]) -> float:
+    return statistics.median(outcome.trials_to_near for outcome in outcomes)
+
+
+def _within(outcomes: Sequence[Outcomes], count: int) -> float:
+    return _mean(outcome.trials_to_near <= count for outcome in outcomes)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
 def _cells(outcomes: list[Outcomes]) -> list[str]:
-    median = statistics.median(outcome.trials_to_near for outcome in outcomes)
-
-    def mean(values: Sequence[float]) -> float:
-        return statistics.fmean(values)
-
+    median = _median(outcomes)
     return [
-        f"{median:.0f}" if math.isfinite(median) else f">{TRIALS}",
-        *(f"{mean([outcome.trials_to_near <= count for outcome in outcomes]):.0%}" for count in SHARES_AT),
-        *(f"{mean([outcome.regret_at[count] for outcome in outcomes]):.1%}" for count in REGRET_AT),
-        f"{mean([outcome.out_of_memory_in_20 for outcome in outcomes]):.1f}",
-        f"{mean([outcome.out_of_memory_in_40 for outcome in outcomes]):.1f}",
-        f"{mean([outcome.repeated_out_of_memory for outcome in outcomes]):.1f}",
+        f"{median:g}" if math.isfinite(median) else f">{TRIALS}",
+        *(f"{_within(outcomes, count):.0%}" for count in SHARES_AT),
+        *(f"{_mean(outcome.regret_at[count] for outcome in outcomes):.1%}" for count in REGRET_AT),
+        f"{_mean(outcome.out_of_memory_in_20 for outcome in outcomes):.2f}",
+        f"{_mean(outcome.out_of_memory_in_40 for outcome in outcomes):.2f}",
+        f"{_mean(outcome.repeated_out_of_memory for outcome in outcomes):.2f}",
     ]
 
 

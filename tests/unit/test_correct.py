@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import truncnorm
 
+from autotune.preflight.prediction import COLLECTIVE_RATES, Prediction
 from autotune.search.correct import MEMORY, Corrected, Fit, Zone, step_time
 from autotune.search.observed import Observed, most_telling
-from autotune.search.pool import Pool
+from autotune.search.pool import AS_ASSUMED, Pool
 from autotune.search.residual.acquisition import expected_improvement
-from autotune.search.residual.kernel import Tables
+from autotune.search.residual.kernel import OF_STEP_TIME, Kernels
 from autotune.search.residual.posterior import Posterior, site_above
 from tests.unit.conftest import make_space
 from tests.unit.test_residual import HEADROOM, LIMIT_GIB, MANY_KNOBS, Made, needs_gib
+from trials.record import Knobs
 
 SPACE = make_space(space=MANY_KNOBS, training={"engines": ["fsdp2", "fsdp1"]})
 POOL = Pool(SPACE, Made(), LIMIT_GIB, HEADROOM)
-TABLES = Tables(SPACE)
+KERNELS = Kernels(SPACE)
+TABLES = KERNELS.step_time
 PLACES = st.lists(st.integers(0, len(POOL) - 1), min_size=1, max_size=6, unique=True)
 
 
@@ -52,7 +56,7 @@ def test_likeness_is_a_covariance_and_highest_with_itself(at: list[int]) -> None
 
 def test_a_knob_without_effect_is_like_itself_and_unlike_all_values() -> None:
     table = TABLES.tables[TABLES.names.index("backward_prefetch")]
-    assert table[-1].tolist() == [0.0, 0.0, 1.0]
+    assert table[-1].tolist() == [0.0, 0.0, OF_STEP_TIME["backward_prefetch"]]
     ordered = TABLES.tables[TABLES.names.index("micro_batch_size")]
     assert ordered[0, 1] > ordered[0, 2] > ordered[0, 3] > 0, "nearer levels are more alike"
 
@@ -81,9 +85,9 @@ def test_a_bound_gives_the_moments_of_the_truncated_normal(bound: float, mean: f
 
 
 def test_one_trial_corrects_all_predictions_and_most_of_all_its_neighbours() -> None:
-    before = Fit(POOL, TABLES, Observed())
+    before = Fit(POOL, KERNELS, Observed())
     base = int(POOL.add([SPACE.baseline])[0])
-    after = Fit(POOL, TABLES, Observed(measured=[base], log_fill=[POOL.log_fill[base] + 0.2]))
+    after = Fit(POOL, KERNELS, Observed(measured=[base], log_fill=[POOL.log_fill[base] + 0.2]))
     moved = after.log_fill() - before.log_fill()
     assert 0.1 < moved[base] <= 0.2
     assert (moved > 0).all()
@@ -94,16 +98,16 @@ def test_an_out_of_memory_says_that_its_like_do_not_fit_either() -> None:
     margin = [i for i, fill in enumerate(POOL.log_fill) if -0.1 < fill < -0.05]
     failed = margin[0]
     like = int(POOL.neighbours(failed)[0])
-    before = Fit(POOL, TABLES, Observed()).probability(some(failed, like))
+    before = Fit(POOL, KERNELS, Observed()).probability(some(failed, like))
     observed = Observed(too_large=[failed], log_fill_above=[0.05], out_of_memory=[failed])
-    after = Fit(POOL, TABLES, observed).probability(some(failed, like))
+    after = Fit(POOL, KERNELS, observed).probability(some(failed, like))
     assert before[0] > 0.5
     assert after[0] < 0.1
     assert after[1] < before[1]
 
 
 def test_zones_by_the_margin_that_is_stated() -> None:
-    fit = Fit(POOL, TABLES, Observed())
+    fit = Fit(POOL, KERNELS, Observed())
     for index in range(0, len(POOL), 13):
         share = needs_gib(POOL.configs[index]) / LIMIT_GIB / (1 - HEADROOM)
         zone = fit.zone(index)
@@ -114,7 +118,7 @@ def test_zones_by_the_margin_that_is_stated() -> None:
 
 
 def test_without_a_limit_everything_fits() -> None:
-    fit = Fit(Pool(SPACE, Made()), TABLES, Observed(ran=[0], log_step=[1.0], fits=[True], data_wait=[None]))
+    fit = Fit(Pool(SPACE, Made()), KERNELS, Observed(ran=[0], log_step=[1.0], fits=[True], data_wait=[None]))
     assert fit.may_fit().all()
     assert fit.probability(some(0, 5)).tolist() == [1.0, 1.0]
 
@@ -123,14 +127,39 @@ def test_times_are_corrected_whatever_their_unit() -> None:
     """Throughput and predicted seconds differ by a constant that the trials give away."""
     ran = [0, 50, 100]
     observed = Observed(ran=ran, log_step=[float(POOL.log_step[i]) - 9.0 for i in ran], fits=[True] * 3)
-    believed = step_time(POOL, TABLES, observed)
+    believed = step_time(POOL, KERNELS, observed)
     assert believed.mean() == pytest.approx(POOL.log_step - 9.0, abs=0.01)
+
+
+class Networked(Made):
+    """Its collectives take half of a step where gradients are reduced at each micro-step, at the assumed rate."""
+
+    def predict(self, knobs: Knobs) -> Prediction:
+        plain = super().predict(knobs)
+        at_rates = tuple(plain.step_s * (1 + knobs.sync_each_micro_batch / rate) for rate in COLLECTIVE_RATES)
+        return replace(plain, step_s=at_rates[AS_ASSUMED], step_s_at_rates=at_rates)
+
+
+@pytest.mark.parametrize("true_rate", COLLECTIVE_RATES)
+def test_the_rate_of_collectives_is_the_one_that_the_trials_speak_for(true_rate: float) -> None:
+    pool = Pool(SPACE, Networked(), LIMIT_GIB, HEADROOM)
+    truth = pool.log_step_at_rates[COLLECTIVE_RATES.index(true_rate)]
+    assert np.ptp(truth - pool.log_step) > 0.1 or true_rate == 1.0, "the rate turns the order around"
+    ran = list(range(0, len(pool), len(pool) // 8))
+    believed = step_time(pool, KERNELS, Observed(ran=ran, log_step=[float(truth[i]) for i in ran]))
+    assert believed.mean() == pytest.approx(truth, abs=0.02)
+
+
+def test_without_predictions_at_other_rates_there_is_one_answer() -> None:
+    assert (POOL.log_step_at_rates == POOL.log_step).all()
 
 
 def test_configs_under_way_are_believed_to_come_out_as_expected() -> None:
     ran = some(0, 50)
-    alone = Corrected(POOL, TABLES, MEMORY, "log_fill", (ran, np.array([-0.5, -0.2])))
-    beside = Corrected(POOL, TABLES, MEMORY, "log_fill", (ran, np.array([-0.5, -0.2])), running=some(100))
+    alone = Corrected(POOL, KERNELS.memory, MEMORY, lambda: POOL.log_fill, (ran, np.array([-0.5, -0.2])))
+    beside = Corrected(
+        POOL, KERNELS.memory, MEMORY, lambda: POOL.log_fill, (ran, np.array([-0.5, -0.2])), running=some(100)
+    )
     assert beside.mean() == pytest.approx(alone.mean(), abs=1e-6)
     assert beside.sd(some(100))[0] < alone.sd(some(100))[0]
 

@@ -16,6 +16,7 @@ from autotune.preflight.prediction import Prediction
 from autotune.search import pool as pool_module
 from autotune.search.correct import Zone
 from autotune.search.feasible import dominating_oom
+from autotune.search.residual.sampler import SCREENED
 from autotune.search.study import Search, Told
 from autotune.space import SearchSpace
 from tests.unit.conftest import make_space
@@ -226,8 +227,14 @@ def test_seeds_are_the_fastest_predicted_that_fit_of_each_checkpointing_mode(tmp
 
 def test_more_workers_are_not_searched_once_none_waits(tmp_path: Path) -> None:
     space = make_space(cpus_allowed=16, space=FSDP2_KNOBS | {"num_workers": "auto"}, baseline={"num_workers": 2})
-    tried = explore(search(space, tmp_path, predictor=Made()), 12)
+    tried = explore(search(space, tmp_path, predictor=Made()), SCREENED - 1)
     assert {knobs.num_workers for knobs in tried} <= {0, 1, 2}
+
+
+def test_more_workers_are_open_again_once_the_larger_gains_are_made(tmp_path: Path) -> None:
+    space = make_space(cpus_allowed=16, space=FSDP2_KNOBS | {"num_workers": "auto"}, baseline={"num_workers": 2})
+    tried = explore(search(space, tmp_path, predictor=Made()), SCREENED + 20)
+    assert any(knobs.num_workers > 2 for knobs in tried[SCREENED:])
 
 
 def test_all_numbers_of_workers_are_open_again_once_a_trial_waits(tmp_path: Path) -> None:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from autotune.search.feasible import HOST_ONLY
 from autotune.search.pool import Floats, Indices
 from autotune.space import ORDERED, SearchSpace
 
 LENGTH = 0.5
 """Of an ordered knob's likeness, where its whole range is 1."""
-LOADER_WEIGHT = 0.3
-"""A loader either keeps up or does not: knobs of it say little about each other's neighbours."""
+OF_STEP_TIME = {
+    "micro_batch_size": 16.0,
+    "activation_checkpointing": 6.0,
+    "compile": 6.0,
+    "backward_prefetch": 4.0,
+    "reshard_after_forward": 3.0,
+    "sync_each_micro_batch": 2.0,
+    "reduce_dtype": 2.0,
+    "bucket_cap_mb": 1.5,
+}
+"""Variance of each knob's own effect, relative to the others' 1: a roofline misses most in what decides how large
+kernels and messages are, and what is computed twice."""
+OF_MEMORY = {"limit_all_gathers": 16.0}
+"""The same of memory: how far FSDP1 runs ahead where nothing limits it is a guess."""
 
 STRUCTURE = frozenset({"activation_checkpointing", "reshard_after_forward", "compile", "engine"})
 """Knobs that decide which tensors there are at the peak: a wrong term is wrong for all configs that share them."""
@@ -24,11 +36,14 @@ class Tables:
 
     Ordered knobs: Matern-3/2 on the rank of the candidate; others: 1 if equal. A knob without effect in both is equal,
     in one of them unlike.
+
+    Args:
+        weights: of knobs, by name; of the others, 1.
     """
 
-    def __init__(self, space: SearchSpace) -> None:
+    def __init__(self, space: SearchSpace, weights: Mapping[str, float]) -> None:
         self.names = space.searched
-        self.tables = [_table(name, len(space.candidates[name])) for name in self.names]
+        self.tables = [weights.get(name, 1.0) * _table(name, len(space.candidates[name])) for name in self.names]
         self.weight = sum(float(table[-1, -1]) for table in self.tables)
         """A config's likeness to itself, summed over knobs."""
         self._structure = [row for row, name in enumerate(self.names) if name in STRUCTURE]
@@ -76,4 +91,12 @@ def _table(name: str, num_levels: int) -> Floats:
         rank = np.linspace(0, 1, num_levels)
         apart = math.sqrt(3) * np.abs(rank[:, None] - rank) / LENGTH
         table[:num_levels, :num_levels] = (1 + apart) * np.exp(-apart)
-    return table * (LOADER_WEIGHT if name in HOST_ONLY else 1.0)
+    return table
+
+
+class Kernels:
+    """The likenesses of a space's configs."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.step_time = Tables(space, OF_STEP_TIME)
+        self.memory = Tables(space, OF_MEMORY)

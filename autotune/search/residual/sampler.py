@@ -17,7 +17,7 @@ from autotune.search.feasible import dominating_oom
 from autotune.search.observed import Observed, observe
 from autotune.search.pool import Floats, Indices, Mask, Pool
 from autotune.search.residual.acquisition import SAFE, optimistic, worth
-from autotune.search.residual.kernel import Tables
+from autotune.search.residual.kernel import Kernels
 
 NUM_BEST, NUM_RANDOM, NUM_NEAR = 500, 250, 350
 """Candidates that are scored: the fastest as believed, any, and those near the best measured."""
@@ -28,6 +28,9 @@ EXPLORE_FROM, EXPLORE_EVERY = 6, 4
 MAX_CLIMB = 8
 """Steps from the best candidate to a better neighbour."""
 WORKERS = "num_workers"
+SCREENED = 8
+"""Trials until which more workers than are enough are not looked at. What they do besides, to caches and to the CPUs
+that launch kernels, shows in no wait, and is worth a trial once the larger gains are made."""
 NO_WAIT, SOME_WAIT = 0.004, 0.01
 """Shares of a step spent waiting for data: below the first a loader keeps up, above the second it does not."""
 
@@ -48,7 +51,7 @@ class ResidualSampler(BaseSampler):
     def __init__(self, pool: Pool, seed: int) -> None:
         self._pool = pool
         self._seed = seed
-        self._tables = Tables(pool.space)
+        self._kernels = Kernels(pool.space)
         self._fallback = optuna.samplers.RandomSampler(seed=seed)
 
     def reseed_rng(self) -> None:
@@ -76,7 +79,7 @@ class ResidualSampler(BaseSampler):
 
     def choose(self, observed: Observed, rng: np.random.Generator) -> int | None:
         """Index of the config to try next; None if none is left that may fit."""
-        choice = _Choice(self._pool, self._tables, observed)
+        choice = _Choice(self._pool, self._kernels, observed)
         candidates = choice.candidates(rng)
         if not len(candidates):
             return None
@@ -88,11 +91,11 @@ class ResidualSampler(BaseSampler):
 class _Choice:
     """One proposal: what is believed now, and the candidates ranked by it."""
 
-    def __init__(self, pool: Pool, tables: Tables, observed: Observed) -> None:
+    def __init__(self, pool: Pool, kernels: Kernels, observed: Observed) -> None:
         self._pool = pool
         self._observed = observed
-        self._fit = Fit(pool, tables, observed)
-        self._step_time: Corrected = step_time(pool, tables, observed)
+        self._fit = Fit(pool, kernels, observed)
+        self._step_time: Corrected = step_time(pool, kernels, observed)
         self._out_of_memory = [pool.configs[index] for index in observed.out_of_memory]
         self._enough_workers = _enough_workers(pool, observed)
         fitting = np.array([i for i, fits in zip(observed.ran, observed.fits, strict=True) if fits], dtype=np.intp)
@@ -171,9 +174,9 @@ def _enough_workers(pool: Pool, observed: Observed) -> int | None:
     """The level of the fewest workers of which a trial has shown that nothing waits for data; None if none has.
 
     More are not searched; fewer are, which leave CPUs to the ranks. A trial that waits with them after all opens all
-    numbers of workers again, until one that keeps up is seen among them.
+    numbers of workers again, until one that keeps up is seen among them; so do SCREENED trials.
     """
-    if WORKERS not in pool.space.searched:
+    if WORKERS not in pool.space.searched or observed.num_tried >= SCREENED:
         return None
     levels = pool.levels[pool.space.searched.index(WORKERS)]
     shares = [(int(levels[i]), share) for i, share in zip(observed.ran, observed.data_wait, strict=True)]
