@@ -20,7 +20,9 @@ from trials.record import COMPOSED, SYNTHETIC, WHOLE, Knobs, RankReport, TrialSp
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
-STAGES = frozenset({"baseline", "explore", "finalist", "round", "endurance", "measure"})
+CONFIRM = "confirm"
+"""The stage of `autotune confirm`, on the real run's number of ranks."""
+STAGES = frozenset({"baseline", "explore", "finalist", "round", "endurance", "measure", CONFIRM})
 EXECUTED = ("hardware_flops_per_token", "attention_recompute_flops_per_token")
 """What runs per token, and what of it is attention's backward computing its scores again."""
 MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3
