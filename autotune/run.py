@@ -427,7 +427,7 @@ class Run:
             complete=complete,
             written_at_s=self.runner.clock.time(),
         )
-        if complete and self._confirmed is not None:
+        if self._confirmed is not None:
             content["confirmed"] = self._confirmed  # of earlier, and it says of which settings
         write_best(self.out / "best.yaml", content)
 
