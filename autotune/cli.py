@@ -16,6 +16,7 @@ from autotune import __version__
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
+from autotune.verify.command import verify
 
 SIMULATE = click.option(
     "--simulate",
@@ -400,6 +401,7 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
 
 
 cli.add_command(confirm)
+cli.add_command(verify)
 
 
 def _refuse_foreign_packages() -> None:

@@ -17,11 +17,14 @@ Three ways to attach; only one of them in a process, the one that the request na
 and in any of them `probe.knob("name", default)`: the value that is asked for, or the default without a request or
 where the request does not say.
 
-The request, a JSON file:
+The request, a JSON file, or the JSON itself:
 
     out            folder for rank-N.jsonl, on a local disk; must exist
     warmup_steps   optimizer steps that are not timed, after the first
-    timed_steps    optimizer steps that are; null: watch only, until the script ends by itself, and never end it
+    timed_steps    optimizer steps that are; null: watch only, until the script ends by itself, and never end it. Then
+                   no error of the probe's own reaches the script, whoever attaches first counts the steps, a rank that
+                   is started again writes rank-N.1.jsonl, steps after the 1000th share a line (all since the line
+                   before), and `memory` is written at steps 50, 200 and 1000 and each minute
     max_s          null, or seconds from the start of the process until which the timed steps must be over: as many are
                    timed as will surely fit, the same on all ranks
     attach         auto | explicit | callback
@@ -115,6 +118,10 @@ DRAIN_SHARE = 0.25
 QUEUES_TIMED = 3
 """Times what the loader's queue holds: so many batches are timed, so that what is left in it counts little."""
 
+LINES_OF_THEIR_OWN, LINE_EVERY_S = 1000, 10.0
+MEMORY_AT, MEMORY_EVERY_S = (50, 200, 1000), 60.0
+"""Of a script that is only watched, for as long as it runs: weeks."""
+
 _REQUESTED = VARIABLE in os.environ
 # A script may import another copy of this file than the one that runs it: all share one state.
 _SHARED: Any = sys.modules.setdefault("_autotune_probe_state", types.SimpleNamespace(probe=None, read=[]))  # type: ignore[arg-type]
@@ -142,8 +149,8 @@ def watch(model: nn.Module) -> None:
     Raises:
         ProbeError: a probe is attached already, or the request names another way.
     """
-    if _REQUESTED:
-        _attach("explicit").watch(model)
+    if _REQUESTED and (probe := _attach("explicit")) is not None:
+        probe.watch(model)
 
 
 def step(tokens: int | None = None) -> None:
@@ -155,12 +162,12 @@ def step(tokens: int | None = None) -> None:
     Raises:
         ProbeError: `watch` was not called.
     """
-    if not _REQUESTED:
+    if not _REQUESTED or (_watches_only() and not _is_attached("explicit")):
         return
     if _SHARED.probe is None:
         raise ProbeError("probe.step() without probe.watch(model): call it once, after the model is wrapped")
     _SHARED.probe.given_tokens = tokens
-    _SHARED.probe.on_step(None)
+    _SHARED.probe.step_ended(None)
 
 
 def transformers_callback() -> Any:
@@ -173,8 +180,8 @@ def transformers_callback() -> Any:
                 _attach("callback")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if _REQUESTED:
-                _SHARED.probe.on_step(kwargs["optimizer"])
+            if _is_attached("callback"):
+                _SHARED.probe.step_ended(kwargs["optimizer"])
 
     return ProbeCallback()
 
@@ -195,9 +202,9 @@ def lightning_callback() -> Any:
                 _attach("callback")
 
         def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
-            if _REQUESTED and trainer.global_step != self.global_step:  # called at each micro-batch
+            if _is_attached("callback") and trainer.global_step != self.global_step:  # called at each micro-batch
                 self.global_step = trainer.global_step
-                _SHARED.probe.on_step(trainer.optimizers[0])
+                _SHARED.probe.step_ended(trainer.optimizers[0])
 
     return ProbeCallback()
 
@@ -218,7 +225,8 @@ def main(arguments: list[str]) -> None:
     try:
         if _REQUESTED and _request()["attach"] == "auto":
             probe = _attach("auto")
-            _follow_optimizer(probe)
+            if probe is not None:
+                _follow_optimizer(probe)
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
@@ -226,9 +234,16 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         if probe is None:
             raise
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook(type(error), error, _of_the_script(error.__traceback__))
         probe.failed(error)
         raise SystemExit(1) from None
+
+
+def _of_the_script(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Without the frames of this file: what is printed is what Python would print of the script alone."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
 def _run_script(path: str) -> None:
@@ -244,12 +259,37 @@ def _run_script(path: str) -> None:
 
 def _request() -> dict[str, Any]:
     if "request" not in vars(_SHARED):
-        _SHARED.request = json.loads(Path(os.environ[VARIABLE]).read_text())
+        given = os.environ[VARIABLE]
+        _SHARED.request = json.loads(given if given.startswith("{") else Path(given).read_text())
     found: dict[str, Any] = _SHARED.request
     return found
 
 
-def _attach(how: str) -> Probe:
+def _watches_only() -> bool:
+    return bool(_request()["timed_steps"] is None)
+
+
+def _is_attached(how: str) -> bool:
+    return _SHARED.probe is not None and _SHARED.probe.how == how
+
+
+def _attach(how: str) -> Probe | None:
+    """The probe; None where the script is only watched, and somebody else does, or the probe cannot."""
+    if not _watches_only():
+        return _attach_or_fail(how)
+    if _SHARED.probe is not None:
+        return None
+    try:
+        _SHARED.probe = Probe(_request(), how)
+    except Exception:  # noqa: BLE001 (no folder here, no room on the disk, ...: the script is what matters)
+        return None
+    found: Probe = _SHARED.probe
+    if how != "auto":
+        _report_exceptions(found)
+    return found
+
+
+def _attach_or_fail(how: str) -> Probe:
     asked = _request()["attach"]
     if _SHARED.probe is not None:
         first: Probe = _SHARED.probe
@@ -289,12 +329,26 @@ def _follow_optimizer(probe: Probe) -> None:
         if followed is None:
             followed = id(optimizer)
         if id(optimizer) == followed:
-            probe.on_step(optimizer)
+            probe.step_ended(optimizer)
 
     register_optimizer_step_post_hook(after_step)
 
 
 # ---- one rank: the phases of its run
+
+
+def _safely(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose errors do not reach a script that is only watched: the probe lets go of it instead."""
+
+    def guarded(*args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:
+            if _SHARED.probe is None or not _SHARED.probe.watches_only:
+                raise
+            _SHARED.probe.let_go(error)
+
+    return guarded
 
 
 class Probe:
@@ -319,13 +373,11 @@ class Probe:
         self._queued = 0
         self._sustained = True
         self._window: Window | None = None
-        path = Path(request["out"]) / f"rank-{int(os.environ.get('RANK', '0'))}.jsonl"
-        append = os.O_WRONLY | os.O_APPEND
-        try:
-            self._file = os.open(path, append | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            self._file = os.open(path, append)
-            self.fail(ProbeError(f"{path} is there already: two processes attach a probe as the same rank"))
+        self._shared_line = Counts(tokens=0, samples=0, micro_batches=0, wait_s=0.0)
+        """Of steps that have no line yet."""
+        self._last_seen_s = self._last_line_s = self._last_memory_s = 0.0
+        self.step_ended = _safely(self._step_ended)
+        self._file = self._open(Path(request["out"]) / f"rank-{int(os.environ.get('RANK', '0'))}.jsonl")
         self.write(
             "start",
             rank=int(os.environ.get("RANK", "0")),
@@ -341,7 +393,18 @@ class Probe:
         if request.get("memory_limit_gib") is not None:
             _limit_memory(round(request["memory_limit_gib"] * GIB))
         self._loader = LoaderWatch()
-        atexit.register(self._script_ended)
+        atexit.register(_safely(self._script_ended))
+
+    def _open(self, path: Path) -> int:
+        append = os.O_WRONLY | os.O_APPEND
+        free = [path.with_suffix(f".{number}.jsonl") for number in range(1, 100)] if self.watches_only else []
+        for wanted in (path, *free):  # a rank that was started again has a file of before
+            try:
+                return os.open(wanted, append | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                continue
+        self._file = os.open(path, append)
+        return self.fail(ProbeError(f"{path} is there already: two processes attach a probe as the same rank"))
 
     # -- what is written
 
@@ -361,9 +424,18 @@ class Probe:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Reports the probe's own error, and raises it if the script may go on."""
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        if not self.watches_only:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
         self.failed(error)
         raise error
+
+    def let_go(self, error: BaseException) -> None:
+        """Reports the probe's own error if that can be done, and looks no further."""
+        try:
+            self.failed(error)
+        except Exception:  # noqa: BLE001 (a full disk, say)
+            self._closed = True
+            self.on_step = lambda _optimizer: None
 
     def failed(self, error: BaseException) -> None:
         """Reports what the script raised, and leaves, unless the script is only watched."""
@@ -397,6 +469,9 @@ class Probe:
         os.fsync(self._file)
 
     # -- the phases of a run
+
+    def _step_ended(self, optimizer: Any) -> None:
+        self.on_step(optimizer)
 
     def watch(self, model: nn.Module) -> None:
         self._forwards = Forwards(model, self.request["tokens"])
@@ -512,9 +587,23 @@ class Probe:
         window = self._window
         assert window is not None
         for end_s, counts in window.add(self._take_counts()):
-            self._write_step(end_s, counts, timed=True)
+            if self.watches_only:
+                self._write_watched(window, end_s, counts)
+            else:
+                self._write_step(end_s, counts, timed=True)
         if window.num_steps == window.number:
             self._finish("done")
+
+    def _write_watched(self, window: Window, end_s: float, counts: Counts) -> None:
+        self._shared_line.add(counts)
+        self._last_seen_s = end_s
+        if counts.n <= LINES_OF_THEIR_OWN or end_s - self._last_line_s >= LINE_EVERY_S:
+            self._write_step(end_s, self._shared_line, timed=True)
+            self._shared_line = Counts(tokens=0, samples=0, micro_batches=0, wait_s=0.0)
+            self._last_line_s = end_s
+        if counts.n in MEMORY_AT or end_s - self._last_memory_s >= MEMORY_EVERY_S:
+            self.write("memory", **window.memory())
+            self._last_memory_s = end_s
 
     def _finish(self, reason: str) -> None:
         self.phase = "end"
@@ -530,7 +619,9 @@ class Probe:
     def _end(self, reason: str) -> None:
         window, summary = self._window, {}
         if window is not None:
-            for end_s, counts in window.close():
+            if self.watches_only and self._shared_line.n:  # and waits for no device, at whatever end
+                self._write_step(self._last_seen_s, self._shared_line, timed=True)
+            for end_s, counts in () if self.watches_only else window.close():
                 self._write_step(end_s, counts, timed=True)
             self.write("memory", **window.memory())
             assert self._forwards is not None
@@ -577,6 +668,13 @@ class Counts:
     samples: int | None = None
     micro_batches: int | None = None
     wait_s: float | None = None
+
+    def add(self, later: Counts) -> None:
+        """Those of a later step; what was not seen in one of them is not known of both."""
+        self.n = later.n
+        for name in ("tokens", "samples", "micro_batches", "wait_s"):
+            ours, theirs = getattr(self, name), getattr(later, name)
+            setattr(self, name, None if ours is None or theirs is None else ours + theirs)
 
 
 class Spread:
@@ -684,6 +782,7 @@ def heavy_chain(root: nn.Module) -> list[nn.Module]:
 
 def on_forward(module: nn.Module, call: Callable[[nn.Module, Any, Any], None]) -> Callable[[], None]:
     """Has `call` called before each forward of `module`; returns what undoes it."""
+    call = _safely(call)
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
         return module.register_forward_pre_hook(call, with_kwargs=True).remove

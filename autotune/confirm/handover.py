@@ -55,18 +55,27 @@ def _spelt(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def find_command(words: Sequence[str]) -> None:
+    """Sees that there is a command.
+
+    Raises:
+        UserError: none is given, or it is not found.
+    """
+    if not words:
+        raise UserError("no COMMAND is given", "write it after --, e.g. -- torchrun --nproc-per-node 8 train.py")
+    if not _PLACEHOLDER.search(words[0]) and shutil.which(words[0]) is None:
+        raise UserError(
+            f"COMMAND {words[0]}: command not found", "is it on PATH, and executable? give its whole path otherwise"
+        )
+
+
 def check_command(words: Sequence[str]) -> None:
     """Before anything is measured.
 
     Raises:
         UserError: no command, one that is not there, or a placeholder that is not known.
     """
-    if not words:
-        raise UserError("no COMMAND is given", "write it after --, e.g. -- torchrun train.py --config {config}")
-    if not _PLACEHOLDER.search(words[0]) and shutil.which(words[0]) is None:
-        raise UserError(
-            f"COMMAND {words[0]}: command not found", "is it on PATH, and executable? give its whole path otherwise"
-        )
+    find_command(words)
     known = (*OWN_PLACEHOLDERS, *KNOB_NAMES)
     for name in _PLACEHOLDER.findall(" ".join(words)):
         if name not in known:

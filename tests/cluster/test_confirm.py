@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def _check_the_figures(confirmed: dict[str, Any], new: list[dict[str, Any]]) -> 
     for one in confirmed["contenders"].values():
         rates = [row["tokens_per_s_per_rank"] for row in new if row["knobs"] == one["settings"]]
         assert one["num_runs"] == len(rates)
-        assert min(rates) <= one["tokens_per_s_per_rank"] <= max(rates)
+        assert one["tokens_per_s_per_rank"] == pytest.approx(statistics.geometric_mean(rates))
     assert confirmed["world_size"] == 2
     assert confirmed["num_paired_rounds"] in (0, 3)
     assert confirmed["settings"] == confirmed["contenders"][confirmed["held"]]["settings"]
@@ -97,9 +98,6 @@ def _check_what_is_shown_later(folder: Path, confirmed: dict[str, Any]) -> None:
     shown = autotune("show", "run", cwd=folder).stdout
     assert f"Confirmed on 2 ranks, {confirmed['at'][:10]}: {confirmed['held']} held" in shown
     assert json.loads(autotune("show", "run", "--json", cwd=folder).stdout)["best"]["confirmed"] == confirmed
-    resumed = autotune("run", "run/job.yaml", "--resume", cwd=folder)
-    assert resumed.returncode == 0, resumed.stderr
-    assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["confirmed"] == confirmed
 
 
 def test_without_a_cluster_the_real_run_is_started_with_the_baseline_unless_strict(folder: Path) -> None:
@@ -142,7 +140,7 @@ def test_bad_input_is_refused_before_anything_is_started(folder: Path, arguments
 
 def test_a_simulated_run_is_rehearsed_on_a_simulated_cluster(tmp_path: Path) -> None:
     cluster = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3' seed=4"
-    options = ("--set", "measure.rounds=3", "--set", "cluster.nodes_per_trial=2", "--trials", "8")
+    options = ("--set", "measure.rounds=3", "--set", "cluster.nodes_per_trial=2", "--trials", "3")
     tuned = autotune("run", "llama3-8b", "--simulate", cluster, "--output", "run", *options, cwd=tmp_path)
     assert tuned.returncode == 0, tuned.stderr
     echo = ("--", "echo", "{held}", "{world_size}")

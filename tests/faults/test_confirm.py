@@ -1,4 +1,4 @@
-"""A confirmation that is cut short, by a signal or since what measures dies: the real run starts, or not, as it must."""
+"""A confirmation that is cut short, by a signal or since what measures dies: whether the real run then starts."""
 
 from __future__ import annotations
 
