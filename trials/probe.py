@@ -61,8 +61,8 @@ and only by a crash of the machine. Times `t` are seconds of CLOCK_MONOTONIC, wh
     end       reason: done | script_ended (before the steps were over); num_steps (timed), time_s, tokens, samples,
               micro_batches, sample_tokens and micro_batch_size ([min, mean, max] of the timed micro-batches),
               not_finite (trainable parameters, by name, that are not finite at the end)
-    error     type, message, traceback, phase (start, first_step, observe, warmup, timed, end), out_of_memory (device,
-              host or null)
+    error     by (script | probe), type, message, traceback, phase (start, first_step, observe, warmup, timed, end),
+              out_of_memory (device, host or null)
 
 The steps that are not timed: the first (attach, and find the root module: the largest tree of modules that holds the
 optimizer's parameters), `warmup_steps`, at least one (observe), and then so many that the loader's queue has gone by
@@ -234,7 +234,8 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         if probe is None:
             raise
-        sys.excepthook(type(error), error, _of_the_script(error.__traceback__))
+        error.__traceback__ = _of_the_script(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         probe.failed(error)
         raise SystemExit(1) from None
 
@@ -247,6 +248,7 @@ def _of_the_script(trace: types.TracebackType | None) -> types.TracebackType | N
 
 
 def _run_script(path: str) -> None:
+    path = str(Path(path).absolute())  # as Python has it in __file__ and in tracebacks
     # Not runpy.run_path: it takes the module away again, and with it the globals of threads and exit handlers.
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None, __package__=None, __spec__=None)
@@ -426,18 +428,18 @@ class Probe:
         """Reports the probe's own error, and raises it if the script may go on."""
         if not self.watches_only:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        self.failed(error)
+        self.failed(error, by="probe")
         raise error
 
     def let_go(self, error: BaseException) -> None:
         """Reports the probe's own error if that can be done, and looks no further."""
         try:
-            self.failed(error)
+            self.failed(error, by="probe")
         except Exception:  # noqa: BLE001 (a full disk, say)
             self._closed = True
             self.on_step = lambda _optimizer: None
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, by: str = "script") -> None:
         """Reports what the script raised, and leaves, unless the script is only watched."""
         if self._closed or os.getpid() != self._pid:
             return
@@ -447,6 +449,7 @@ class Probe:
         memory = out_of_memory(error)
         self.write(
             "error",
+            by=by,
             type=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),

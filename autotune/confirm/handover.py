@@ -21,6 +21,8 @@ from trials.record import KNOB_NAMES, Knobs
 CONFIG_VARIABLE, HELD_VARIABLE = "AUTOTUNE_CONFIG", "AUTOTUNE_HELD"
 """Path of the exported file; `best`, `fallback` or `baseline`."""
 OWN_PLACEHOLDERS = ("config", "held", "world_size")
+OF_VERIFY = "probe"
+"""Is left to `autotune verify`, which may be the command."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z][a-z0-9_]*)\}")
 """A shell's own `${name}` is left alone."""
 
@@ -42,7 +44,7 @@ class Handover:
 
     def command(self, words: Sequence[str]) -> list[str]:
         values = self.values()
-        return [_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in words]
+        return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in words]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         found = {HELD_VARIABLE: self.held} | ({CONFIG_VARIABLE: str(self.config)} if self.config else {})
@@ -78,7 +80,7 @@ def check_command(words: Sequence[str]) -> None:
     find_command(words)
     known = (*OWN_PLACEHOLDERS, *KNOB_NAMES)
     for name in _PLACEHOLDER.findall(" ".join(words)):
-        if name not in known:
+        if name not in (*known, OF_VERIFY):
             raise UserError(f"COMMAND has {{{name}}}: no such placeholder", nearest(name, known))
 
 

@@ -44,8 +44,10 @@ class HostSamples:
     def take(self, now_s: float, pids: list[int]) -> None:
         if now_s < self._next_s or not pids:
             return
-        self._samples.append(resident_bytes(_with_children(pids)))
         self._next_s = now_s + self._every_s
+        resident = resident_bytes(_with_children(pids))
+        if resident:  # they are not over
+            self._samples.append(resident)
         if len(self._samples) >= MAX_SAMPLES:
             self._samples, self._every_s = self._samples[::2], self._every_s * 2
 
@@ -139,7 +141,8 @@ class Follower:
             error = rank.log.error
             if error is not None and rank.number not in self._let_go:
                 self._let_go.add(rank.number)
-                self.say(f"rank {rank.number}: {error['type']} in {error['phase']}: {_first_line(error['message'])}")
+                who = "the probe let go of it, and it goes on" if error["by"] == "probe" else "its script failed"
+                self.say(f"rank {rank.number}: {who}: {error['type']}: {_first_line(error['message'])}")
 
 
 def _first_line(text: str) -> str:
@@ -168,11 +171,12 @@ def main(order_path: Path) -> None:
     order = json.loads(order_path.read_text(encoding="utf-8"))
     probed, say = Path(order["probed"]), _say_to(Path(order["log"]))
     try:
-        run = os.pidfd_open(order["pid"])
         promise = _promise(order["promise"])
         follower = Follower(Watched(probed, MARKS), promise, say, order["every_s"])
-        while not select.select([run], [], [], POLL_S)[0]:
-            follower.look(time.monotonic())
+        with contextlib.suppress(ProcessLookupError):  # it is over already
+            run = os.pidfd_open(order["pid"])
+            while not select.select([run], [], [], POLL_S)[0]:
+                follower.look(time.monotonic())
         follower.end()
     except Exception as error:  # noqa: BLE001 (whatever it is, it must not be silent)
         say(f"stopped, and the run goes on: {type(error).__name__}: {error}")

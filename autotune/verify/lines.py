@@ -72,9 +72,7 @@ def _late(stretch: Stretch) -> list[str]:
     if stretch.late is None:
         return []
     number, share, lateness = stretch.late
-    return [
-        f"straggler: rank {number} ends last in {100 * share:.0f} % of the steps, by {percent(lateness)} of one in the mean"
-    ]
+    return [f"straggler: rank {number} ends last in {100 * share:.0f} % of the steps, by {percent(lateness)} of one"]
 
 
 def _memory(ranks: Sequence[Rank], promise: Promise) -> list[str]:
