@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -29,6 +30,8 @@ MARKS = (50, 200, 1000)
 POLL_S = 1.0
 MAX_SAMPLES = 1200
 """Of the host's memory; then every second one is kept, and they are taken half as often."""
+CHILDREN_S = 30.0
+"""Between looks at what the ranks started: it takes a look at all processes of the host."""
 NOTHING_SEEN_S = 600.0
 """After which it is said that no step was seen."""
 
@@ -39,13 +42,17 @@ class HostSamples:
     def __init__(self) -> None:
         self._samples: list[int] = []
         self._every_s = POLL_S
-        self._next_s = 0.0
+        self._next_s = self._next_look_s = -math.inf
+        self._pids: list[int] = []
 
     def take(self, now_s: float, pids: list[int]) -> None:
+        """Of the ranks `pids`, if it is time."""
         if now_s < self._next_s or not pids:
             return
         self._next_s = now_s + self._every_s
-        resident = resident_bytes(_with_children(pids))
+        if now_s >= self._next_look_s:
+            self._pids, self._next_look_s = _with_children(pids), now_s + CHILDREN_S
+        resident = resident_bytes(self._pids)
         if resident:  # they are not over
             self._samples.append(resident)
         if len(self._samples) >= MAX_SAMPLES:

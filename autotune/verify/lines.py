@@ -44,8 +44,8 @@ def _throughput(stretch: Stretch, promise: Promise) -> str:
     own, rates = stretch.tokens_per_s_per_rank, promise.rates
     if own is None:
         return f"{stretch.step_s:.3g} s a step; tokens could not be counted"
-    off = own / rates.mean - 1
-    shown = f"{rate(own)} tokens/s per rank, {100 * off:+.1f} % of the {rate(rates.mean)} promised"
+    off = round(100 * (own / rates.mean - 1), 1) + 0.0  # never -0.0
+    shown = f"{rate(own)} tokens/s per rank, {off:+.1f} % of the {rate(rates.mean)} promised"
     if rates.low is None or rates.high is None:
         low, high, interval = rates.mean * (1 - A_TIE), rates.mean * (1 + A_TIE), "one run, no interval"
     else:
