@@ -27,7 +27,7 @@ The request, a JSON file, or the JSON itself:
                    before), and `memory` is written at steps 50, 200 and 1000 and each minute
     max_s          null, or seconds from the start of the process until which the timed steps must be over: as many are
                    timed as will surely fit, the same on all ranks
-    attach         auto | explicit | callback
+    attach         auto | explicit | callback; or none: only `knob` is answered
     tokens         auto: the elements of the integer batch (samples, sequence) that the model's forward gets;
                    or a number: tokens of each sample of a micro-batch
     knobs          {name: value} for `probe.knob`
@@ -278,7 +278,7 @@ def _attach(how: str) -> Probe | None:
     """The probe; None where the script is only watched, and somebody else does, or the probe cannot."""
     if not _watches_only():
         return _attach_or_fail(how)
-    if _SHARED.probe is not None:
+    if _SHARED.probe is not None or _request()["attach"] == "none":
         return None
     try:
         _SHARED.probe = Probe(_request(), how)

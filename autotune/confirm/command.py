@@ -61,13 +61,14 @@ def confirm(
     --strict. The global batch stays as it was; the accumulation follows the number of ranks.
 
     \b
-    COMMAND receives the config in any of three ways:
+    COMMAND receives the config in any of these ways:
       {config}            in its words: the path of the exported file
       {micro_batch_size}  in its words: a knob's value, by its name in best.yaml; also {held}, {world_size}
       $AUTOTUNE_CONFIG    in its environment: the same path; $AUTOTUNE_HELD: best, fallback or baseline
+      probe.knob(...)     in its script, if that asks the probe: `micro = probe.knob("micro_batch_size", 1)`
 
     \b
-    As the first step of a Slurm job, in its batch script, on nodes that Ray was started on:
+    As the first step of a Slurm job, in its batch script, on nodes that Ray was started on and that share RUN:
       autotune confirm runs/mine --set cluster.address=auto --to accelerate -- \\
           srun accelerate launch --config_file {config} train.py
     On one machine:

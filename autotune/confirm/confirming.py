@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,7 +99,9 @@ def _new_folder(run: Path) -> Path:
 
 def _measured(request: Request, tuned: Tuned, folder: Path) -> Found:
     """What the measuring process found out, however it ended."""
-    order = Order(str(request.run), tuned.world_size, request.overrides, request.simulate, request.within_s)
+    order = Order(
+        str(request.run), tuned.world_size, request.overrides, request.simulate, request.within_s, time.time()
+    )
     path = folder / ORDER_NAME
     write_whole(path, json.dumps(asdict(order)))
     # A process group of its own: Ctrl-C of a terminal reaches this process alone, which passes it on, once.

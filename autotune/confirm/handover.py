@@ -16,6 +16,7 @@ from typing import NoReturn
 from autotune.errors import InfrastructureError, UserError, nearest
 from autotune.export import ENGINES, EXPORTERS, export
 from autotune.export.base import Best, Exported
+from autotune.probing import PROBE_VARIABLE, knobs_only
 from trials.record import KNOB_NAMES, Knobs
 
 CONFIG_VARIABLE, HELD_VARIABLE = "AUTOTUNE_CONFIG", "AUTOTUNE_HELD"
@@ -47,7 +48,8 @@ class Handover:
         return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in words]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        found = {HELD_VARIABLE: self.held} | ({CONFIG_VARIABLE: str(self.config)} if self.config else {})
+        found = {HELD_VARIABLE: self.held, PROBE_VARIABLE: knobs_only(self.knobs.to_dict())}
+        found |= {CONFIG_VARIABLE: str(self.config)} if self.config else {}
         return {name: value for name, value in inherited.items() if name != CONFIG_VARIABLE} | found
 
 

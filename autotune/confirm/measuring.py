@@ -19,7 +19,7 @@ from autotune.confirm.decide import Decision, after_failure
 from autotune.confirm.rounds import Rounds
 from autotune.confirm.tuned import BASELINE, BEST, FALLBACK, Tuned, TunedModel, read_tuned
 from autotune.errors import AutotuneError, UserError
-from autotune.measuring import Listener, Measurer
+from autotune.measuring import LEAST_TIMEOUT_S, Listener, Measurer
 from autotune.report.text import count
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.survey import ask_ranks, survey_from_content
@@ -39,6 +39,13 @@ class Order:
     overrides: tuple[str, ...]
     simulate: str | None
     within_s: float
+    started_at: float
+    """Seconds since the epoch: from then on they count."""
+
+    def left_s(self, clock: Any) -> float:
+        """For the measuring, which begins now; a simulated cluster's clock knows nothing of what went before."""
+        gone_s = 0.0 if self.simulate is not None else clock.time() - self.started_at
+        return max(LEAST_TIMEOUT_S, self.within_s - gone_s)
 
 
 @dataclass
@@ -163,7 +170,7 @@ def main(order_path: Path) -> int:
         tuned = read_tuned(Path(order.run), order.ranks, order.overrides, order.simulate)
         screen = make_screen(Console(highlight=False, stderr=True))
         with _runner(tuned, order_path.parent, order.simulate) as runner, screen:
-            confirm(tuned, runner, screen, order_path.parent, order.within_s, note)
+            confirm(tuned, runner, screen, order_path.parent, order.left_s(runner.clock), note)
     except OtherModelError as error:
         note(replace(last, refused=(error.message, error.hint)))
     except AutotuneError as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from autotune.errors import UserError
 from trials import probe_log
 
 PLACEHOLDER = "{probe}"
 PROBE = Path(probe_log.__file__).with_name("probe.py")
-VARIABLE = "AUTOTUNE_PROBE"
 
 
 def with_probe(words: Sequence[str]) -> list[str]:
@@ -34,7 +34,7 @@ def with_probe(words: Sequence[str]) -> list[str]:
     return [*words[: place[0]], str(PROBE), *words[place[0] :]]
 
 
-def request(out: Path, attach: str, tokens: float | None) -> str:
+def request(out: Path, attach: str, tokens: float | None, knobs: Mapping[str, Any]) -> str:
     """What the probe is asked for: to watch, and never to end or to fail the script.
 
     It is passed by value, so that it is known on nodes that do not have the folder, where nothing is then written.
@@ -43,6 +43,7 @@ def request(out: Path, attach: str, tokens: float | None) -> str:
         out: for its files, on this host.
         attach: `auto`, or `script`, which has lines of its own.
         tokens: of a sample, where the model's inputs do not tell; None: they do.
+        knobs: for `probe.knob`.
     """
     return json.dumps(
         {
@@ -52,7 +53,7 @@ def request(out: Path, attach: str, tokens: float | None) -> str:
             "max_s": None,
             "attach": "auto" if attach == "auto" else "explicit",
             "tokens": "auto" if tokens is None else tokens,
-            "knobs": {},
+            "knobs": dict(knobs),
             "expect": {},
         }
     )

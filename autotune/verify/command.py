@@ -49,8 +49,9 @@ def verify(run_folder: Path, command: tuple[str, ...], attach: str, tokens: floa
     Where {probe} is not in COMMAND, the probe goes before its first file *.py, or before -m MODULE.
     """
     from autotune.confirm.handover import find_command, start
-    from autotune.verify.attach import VARIABLE, request, with_probe
-    from autotune.verify.promise import read_promise
+    from autotune.probing import PROBE_VARIABLE, given_knobs
+    from autotune.verify.attach import request, with_probe
+    from autotune.verify.promised import read_promise
 
     find_command(command)
     words = list(command) if attach == "script" else with_probe(command)
@@ -71,4 +72,5 @@ def verify(run_folder: Path, command: tuple[str, ...], attach: str, tokens: floa
         start_new_session=True,  # a terminal's Ctrl-C is the run's
         check=False,
     )
-    start(words, {**os.environ, VARIABLE: request(probed, attach, tokens)})
+    asked = request(probed, attach, tokens, given_knobs(os.environ))
+    start(words, {**os.environ, PROBE_VARIABLE: asked})

@@ -60,7 +60,9 @@ def test_a_run_tuned_on_one_rank_is_confirmed_on_two_and_the_real_run_is_started
     ]
     assert got["environment"]["AUTOTUNE_CONFIG"] == str(config)
     assert got["environment"]["AUTOTUNE_HELD"] == confirmed["held"]
-    assert {name for name in got["environment"] if name not in given} == {"AUTOTUNE_CONFIG", "AUTOTUNE_HELD"}
+    assert {name for name in got["environment"] if name not in given} == {
+        *("AUTOTUNE_CONFIG", "AUTOTUNE_HELD", "AUTOTUNE_PROBE")
+    }
     exported = yaml.safe_load(config.read_text())
     assert exported["world_size"] == 2
     for name, value in exported["knobs"].items():

@@ -13,6 +13,7 @@ import pytest
 from autotune.confirm.handover import Handover, check_command, check_exports, start, uses_config, write_export
 from autotune.errors import InfrastructureError, UserError
 from autotune.export import Best, Exported
+from autotune.probing import given_knobs
 from tests.unit.conftest import make_space
 from trials.record import KNOB_NAMES, Knobs
 
@@ -38,6 +39,8 @@ def test_every_knob_is_a_placeholder(handover: Handover) -> None:
 
 def test_the_environment_names_the_file_and_keeps_the_rest(handover: Handover) -> None:
     found = handover.environment({"A": "1", "AUTOTUNE_CONFIG": "of another run"})
+    assert given_knobs(found) == handover.knobs.to_dict(), "for probe.knob"
+    del found["AUTOTUNE_PROBE"]
     assert found == {"A": "1", "AUTOTUNE_CONFIG": "/run/export/a b.yaml", "AUTOTUNE_HELD": "fallback"}
 
 

@@ -19,7 +19,8 @@ from autotune.verdict import Spread, spread
 from autotune.verify.attach import PROBE, request, with_probe
 from autotune.verify.follow import Follower, HostSamples
 from autotune.verify.lines import HostMemory, stretch_line
-from autotune.verify.promise import Promise, read_promise
+from autotune.verify.promise import Promise
+from autotune.verify.promised import read_promise
 from autotune.verify.watched import Watched
 from tests.modelled import ModelledRunner, Silent
 from tests.unit.conftest import make_job, make_space
@@ -106,9 +107,10 @@ def test_a_command_without_a_place_for_it_is_refused(script: str, words: list[st
 
 
 def test_the_probe_is_asked_to_watch_only() -> None:
-    asked = json.loads(request(Path("/x"), "script", 128.0))
+    asked = json.loads(request(Path("/x"), "script", 128.0, {"tp": 2}))
     assert asked["timed_steps"] is None
     assert (asked["attach"], asked["tokens"], asked["out"]) == ("explicit", 128.0, "/x")
+    assert asked["knobs"] == {"tp": 2}, "as a confirmation before it handed them over"
 
 
 # --- the promise --------------------------------------------------------------------------------------------------
