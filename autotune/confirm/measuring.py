@@ -19,9 +19,11 @@ from autotune.confirm.decide import Decision, after_failure
 from autotune.confirm.rounds import Rounds
 from autotune.confirm.tuned import BASELINE, BEST, FALLBACK, Tuned, TunedModel, read_tuned
 from autotune.errors import AutotuneError, UserError
+from autotune.estimate import Forecast, Stage
 from autotune.measuring import LEAST_TIMEOUT_S, Listener, Measurer
 from autotune.report.text import count
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
+from autotune.stages import CONFIRM
 from autotune.survey import ask_ranks, survey_from_content
 from trials.files import write_whole
 from trials.lifeline import die_with_parent
@@ -89,14 +91,15 @@ def confirm(
     survey = survey_from_content(tuned.job, runner, content)
     study = replace(survey.study, study_id=tuned.study_id)
     contenders = _spelt(tuned.contenders, survey.space.canonical)
-    measurer = Measurer(study, tuned.run, runner, listener, ends_at=ends_at, reference=contenders[BASELINE])
+    num_trials = 2 * tuned.job.measure.rounds * (BEST in contenders) + 1
+    forecast = Forecast({CONFIRM: Stage(num_trials, num_trials, 1.0)}, is_rough=True)
+    measurer = Measurer(study, tuned.run, runner, listener, forecast, ends_at=ends_at, reference=contenders[BASELINE])
     measurer.leave_numbers_in_use()
     listener.message(
         f"  {survey.device_name}, {count(tuned.world_size, 'rank')}; tuned on {count(tuned.tuned_world_size, 'rank')}; "
         f"global batch {count(tuned.job.global_batch_size, 'sequence')}, as tuned"
     )
     listener.baseline_known(contenders[BASELINE], len(contenders))
-    measurer.turns_left = 2 * tuned.job.measure.rounds * (BEST in contenders) + 1
     found.hardware = {"device_name": survey.device_name, "world_size": study.world_size, "limits": asdict(study.limits)}
 
     def noted(decision: Decision) -> None:

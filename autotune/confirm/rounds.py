@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from autotune.confirm.decide import Decision, decide
 from autotune.confirm.tuned import BASELINE, BEST, FALLBACK
 from autotune.measuring import Measurer, TimeUpError
-from autotune.rows import CONFIRM, Attempt
+from autotune.rows import Attempt
+from autotune.stages import CONFIRM
 from trials.record import Knobs
 
 ALL_MEASURED = "all rounds were run"

@@ -12,7 +12,7 @@ from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.history import History
 from autotune.job_file import UNPARSABLE
-from autotune.rows import CONFIRM
+from autotune.stages import CONFIRM, ROUND
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.verdict import Spread, spread
 from autotune.verify.promise import Promise
@@ -34,7 +34,7 @@ def read_promise(run: Path) -> Promise:
     settings = (confirmed or best)["settings"]
     rows, _ = History(run / "history").rows()
     ran = [row for row in rows if row["knobs"] == settings and row["outcome"] == Outcome.OK.value]
-    stage = CONFIRM if confirmed and confirmed["tokens_per_s_per_rank"] else "round"
+    stage = CONFIRM if confirmed and confirmed["tokens_per_s_per_rank"] else ROUND
     measured = [row for row in ran if row["stage"] == stage] or ran[-1:]
     if stage == CONFIRM:
         assert confirmed is not None
