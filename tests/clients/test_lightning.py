@@ -70,3 +70,24 @@ def test_its_own_counts_against_ours(tmp_path: Path) -> None:
     per_step = ran.logs[0].steps[-1]["tokens"]
     assert last["train/lengths"] == 12 * per_step == 12 * 2 * 2 * SEQ_LEN
     assert last["train/items_per_sec"] == pytest.approx(WORLD_SIZE * last["train/device/items_per_sec"])
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+"""What srun gives the one task of a node, which starts the ranks."""
+
+
+def test_trainer_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    ran = run(tmp_path, ["{probe}", "{scripts}/lightning_trainer.py", *SETTINGS])
+    check(ran, wanted(sync_each_micro_batch=True))
