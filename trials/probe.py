@@ -52,15 +52,16 @@ and only by a crash of the machine. Times `t` are seconds of CLOCK_MONOTONIC, wh
               Beside them: rank, world_size, backend (of the process group), shard_mesh_size, param_dtype, autocast,
               num_parameters, num_trainable (unsharded), blocks (class, count, and of which units), units (classes and
               their count), checkpointed (class: count), recomputed (blocks whose forward ran again in backward),
-              padding_fraction (of the tokens, by an attention_mask; null without one), batch (name and shape),
-              optimizer, root (classes), device (type, name, index, uuid), knobs_read (names asked of `probe.knob`)
+              padding_fraction (of the tokens, by an attention_mask; null without one), batch (its name or place
+              among the forward's arguments), optimizer, root (classes), device (type, name, index, uuid), knobs_read
+              (names asked of `probe.knob`)
     window    the clock starts, on all ranks together: t, num_steps (to be timed), queued_batches (the loader's
               num_workers x prefetch_factor), loader_sustained, num_untimed_steps
     memory    of this rank, bytes: device_allocated and device_reserved (peaks), alloc_retries (in the window),
               host_peak (resident), host_data (VmData)
-    end       reason: done | script_ended (before the steps were over); num_steps (timed), time_s, tokens, samples,
-              micro_batches, sample_tokens and micro_batch_size ([min, mean, max] of the timed micro-batches),
-              not_finite (trainable parameters, by name, that are not finite at the end)
+    end       reason: done | max_s (no step fits into it) | script_ended (before the steps were over); last_step;
+              and of the timed steps, if there are any: num_steps, time_s, sample_tokens and micro_batch_size ([min,
+              mean, max] of their micro-batches), not_finite (names of trainable parameters that are not finite)
     error     by (script | probe), type, message, traceback, phase (start, first_step, observe, warmup, timed, end),
               out_of_memory (device, host or null)
 
@@ -495,9 +496,8 @@ class Probe:
         assert self._forwards is not None
         assert self._observed is not None
         self._observed.remove()
-        self._check_seen()
-        accumulated = self._forwards.counts.micro_batches or 0
-        self._end_untimed_step()
+        accumulated = self._forwards.num_seen
+        self._check_seen(self._end_untimed_step())
         loader = self._loader.read()
         if not self.watches_only:
             self._queued = max(self._meet((loader.get("num_workers") or 0) * (loader.get("prefetch_factor") or 0)))
@@ -522,28 +522,32 @@ class Probe:
         if self._num_untimed == 0:
             self._open_window()
 
-    def _check_seen(self) -> None:
+    def _check_seen(self, counts: Counts) -> None:
         assert self._forwards is not None
-        seen, root = self._forwards, class_name(self._forwards.root)
-        if not seen.counts.micro_batches and self.given_tokens is None:
+        if self.given_tokens is not None:
+            return
+        root, shapes = class_name(self._forwards.root), [list(shape) for shape in self._forwards.shapes]
+        if not counts.micro_batches:
             self.fail(
                 ProbeError(
                     f"an optimizer step was made, and no forward of {root} seen that it could come from: "
                     "say `attach: explicit`, and in the script probe.watch(model) and probe.step(tokens=...)"
                 )
             )
-        if seen.counts.tokens is None and self.given_tokens is None:
+        if counts.tokens is None:
             self.fail(
                 ProbeError(
-                    f"the forward of {root} gets no batch of integers (samples, sequence), but {seen.batch_shape}: "
+                    f"the forward of {root} gets no batch of integers (samples, sequence), but {shapes[0]}: "
                     "its tokens cannot be counted. Say `tokens: N`, the tokens of each sample"
                 )
             )
 
-    def _end_untimed_step(self) -> None:
+    def _end_untimed_step(self) -> Counts:
         now = time.monotonic()
         self._pace_s, self._last_s = max(now - self._last_s, 1e-6), now
-        self._write_step(now, self._take_counts(), timed=False)
+        counts = self._take_counts()
+        self._write_step(now, counts, timed=False)
+        return counts
 
     def _take_counts(self) -> Counts:
         """What the step that has just ended took; counting begins anew."""
@@ -570,7 +574,7 @@ class Probe:
             self._sustained = self._sustained and number >= self._sustained_steps
         self.phase = "timed"
         self._forwards.observer = None
-        self._forwards.start_spreads()
+        self._forwards.forget()
         self._window = Window(number, next(self._forwards.root.parameters()).device.type)
         self._meet(None)  # start together
         self._window.open()
@@ -620,7 +624,8 @@ class Probe:
             _leave(0)
 
     def _end(self, reason: str) -> None:
-        window, summary = self._window, {}
+        window = self._window
+        summary: dict[str, Any] = {}
         if window is not None:
             if self.watches_only and self._shared_line.n:  # and waits for no device, at whatever end
                 self._write_step(self._last_seen_s, self._shared_line, timed=True)
@@ -628,9 +633,11 @@ class Probe:
                 self._write_step(end_s, counts, timed=True)
             self.write("memory", **window.memory())
             assert self._forwards is not None
-            summary = window.summary() | {
-                "sample_tokens": self._forwards.sample_tokens.to_list(),
-                "micro_batch_size": self._forwards.micro_batch_size.to_list(),
+            summary = {
+                "num_steps": window.num_steps,
+                "time_s": window.time_s,
+                "sample_tokens": self._forwards.sample_tokens(),
+                "micro_batch_size": self._forwards.micro_batch_size(),
             }
             if not self.watches_only:
                 summary["not_finite"] = not_finite(self._forwards.root)
@@ -680,20 +687,15 @@ class Counts:
             setattr(self, name, None if ours is None or theirs is None else ours + theirs)
 
 
-class Spread:
-    """Least, mean and greatest of what was added."""
+@dataclasses.dataclass
+class Shape:
+    """Of a micro-batch."""
 
-    def __init__(self) -> None:
-        self.least, self.greatest, self.total, self.count = math.inf, -math.inf, 0.0, 0
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-        self.least = min(self.least, value)
-        self.greatest = max(self.greatest, value)
-
-    def to_list(self) -> list[float] | None:
-        return [self.least, self.total / self.count, self.greatest] if self.count else None
+    samples: int
+    tokens: float | None
+    """None: it does not tell."""
+    count: int = 0
+    """Micro-batches since `Forwards.forget`."""
 
 
 class Forwards:
@@ -706,69 +708,95 @@ class Forwards:
     def __init__(self, root: nn.Module, tokens_per_sample: float | str) -> None:
         self.root = root
         self.tokens_per_sample = None if tokens_per_sample == "auto" else float(tokens_per_sample)
-        self.counts = Counts(tokens=0, samples=0, micro_batches=0)
-        self.sample_tokens, self.micro_batch_size = Spread(), Spread()
-        self.batch_shape: Any = "nothing"
-        self.observer: Callable[[nn.Module, Any, Any], None] | None = None
-        """Called with each micro-batch, outside the timed steps."""
+        self.observer: Callable[[Any, Any], None] | None = None
+        """Called with the arguments of each micro-batch, outside the timed steps."""
+        self.place: tuple[Any, ...] = ()
+        """Where the batch is among the forward's arguments."""
+        self.shapes: dict[Any, Shape] = {}
+        self._step: list[Any] = []
+        """Shapes of this step's micro-batches."""
+        self._has_tokens = False
         self._depth = sys.maxsize
-        self._place: tuple[Any, ...] = ()
-        chain = heavy_chain(root)
-        self._remove = [on_forward(module, self._at(depth)) for depth, module in enumerate(chain)]
+        self._remove = [on_forward(module, self._at(depth)) for depth, module in enumerate(heavy_chain(root))]
+
+    @property
+    def num_seen(self) -> int:
+        """Micro-batches of this step so far."""
+        return len(self._step)
 
     def remove(self) -> None:
         for remove in self._remove:
             remove()
 
     def take(self) -> Counts:
-        taken, self.counts = self.counts, Counts(tokens=0, samples=0, micro_batches=0)
-        return taken
+        """Of the step that has ended; counting begins anew."""
+        step, self._step = self._step, []
+        samples, told = 0, True
+        tokens: float = 0
+        for key in step:
+            shape = self.shapes.get(key)
+            if shape is None:
+                shape = self.shapes[key] = self._shape(key)
+            shape.count += 1
+            samples += shape.samples
+            if shape.tokens is None:
+                told = False
+            else:
+                tokens += shape.tokens
+        return Counts(tokens=tokens if told else None, samples=samples, micro_batches=len(step))
 
-    def start_spreads(self) -> None:
-        self.sample_tokens, self.micro_batch_size = Spread(), Spread()
+    def forget(self) -> None:
+        """Leaves what was seen so far out of `spread`."""
+        for shape in self.shapes.values():
+            shape.count = 0
+
+    def spread(self, value: Callable[[Shape], float]) -> list[float] | None:
+        """[min, mean, max] over the micro-batches; None of none."""
+        values = [(value(shape), shape.count) for shape in self.shapes.values() if shape.count]
+        if not values:
+            return None
+        mean = sum(each * count for each, count in values) / sum(count for _, count in values)
+        return [min(values)[0], mean, max(values)[0]]
+
+    def sample_tokens(self) -> list[float] | None:
+        if any(shape.tokens is None for shape in self.shapes.values()):
+            return None
+        return self.spread(lambda shape: (shape.tokens or 0.0) / max(shape.samples, 1))
+
+    def micro_batch_size(self) -> list[float] | None:
+        return self.spread(lambda shape: shape.samples)
+
+    def _shape(self, key: Any) -> Shape:
+        samples = key[0] if key else 0
+        if self.tokens_per_sample is not None:
+            return Shape(samples, samples * self.tokens_per_sample)
+        return Shape(samples, math.prod(key) if self._has_tokens else None)
 
     def _at(self, depth: int) -> Callable[[nn.Module, Any, Any], None]:
-        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth > self._depth or not torch.is_grad_enabled():
                 return
             if depth < self._depth:
-                self._depth = depth
-                self.take()
-                self.start_spreads()
-            self._count(args, kwargs)
+                self._depth, self._step = depth, []
+            try:
+                batch = args[self.place[0]] if self._by_position else kwargs[self.place[0]]
+                self._step.append((batch[self.place[1]] if self._is_nested else batch).shape)
+            except (LookupError, TypeError, AttributeError):
+                self._find(args, kwargs)
             if self.observer is not None:
-                self.observer(module, args, kwargs)
+                self.observer(args, kwargs)
 
         return before_forward
 
-    def _count(self, args: Any, kwargs: Any) -> None:
-        counts = self.counts
-        counts.micro_batches += 1  # type: ignore[operator]
-        batch = _at_place(self._place, args, kwargs)
-        if batch is None:
-            self._place = find_batch(args, kwargs)
-            batch = _at_place(self._place, args, kwargs)
-        if batch is None or batch.ndim == 0:
-            counts.tokens = None
-            return
-        self.batch_shape = batch.shape
-        samples = batch.shape[0]
-        if self.tokens_per_sample is not None:
-            tokens: float | None = samples * self.tokens_per_sample
-        elif batch.ndim == 2 and not batch.is_floating_point():
-            tokens = batch.numel()
-        else:
-            tokens = None
-        counts.samples += samples  # type: ignore[operator]
-        self.micro_batch_size.add(samples)
-        if tokens is None:
-            counts.tokens = None
-        elif counts.tokens is not None:
-            counts.tokens += tokens
-            self.sample_tokens.add(tokens / samples if samples else 0)
+    _by_position = _is_nested = False
 
-    def describe_batch(self) -> dict[str, Any]:
-        return {"name": ".".join(map(str, self._place)), "shape": list(self.batch_shape)}
+    def _find(self, args: Any, kwargs: Any) -> None:
+        """The first micro-batch, or one that is passed in another way than those before."""
+        self.place, batch = find_batch(args, kwargs)
+        self._by_position = bool(self.place) and isinstance(self.place[0], int)
+        self._is_nested = len(self.place) > 1
+        self._has_tokens = batch is not None and _is_rows(batch)
+        self._step.append(() if batch is None else batch.shape)
 
 
 def heavy_chain(root: nn.Module) -> list[nn.Module]:
@@ -799,9 +827,9 @@ def on_forward(module: nn.Module, call: Callable[[nn.Module, Any, Any], None]) -
     return lambda: setattr(module, "_compiled_call_impl", compiled)
 
 
-def find_batch(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Where the batch is among a forward's arguments: `input_ids` by name, else the first integers of two dimensions,
-    else the first tensor; () if there is none."""
+def find_batch(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor | None]:
+    """The batch among a forward's arguments, and where it is: `input_ids` by name, else the first integers of two
+    dimensions, else the first tensor; () and None if there is none."""
     found: list[tuple[tuple[Any, ...], Tensor]] = []
     for key, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
@@ -810,20 +838,14 @@ def find_batch(args: Any, kwargs: Any) -> tuple[Any, ...]:
             found += [((key, inner), v) for inner, v in value.items() if isinstance(v, Tensor)]
         elif isinstance(value, (list, tuple)):
             found += [((key, inner), v) for inner, v in enumerate(value) if isinstance(v, Tensor)]
-    rows = [(place, v) for place, v in found if v.ndim == 2 and not v.is_floating_point() and v.dtype != torch.bool]
-    named = [place for place, _ in rows if place[-1] == "input_ids"]
-    return (*named, *(place for place, _ in rows), *(place for place, _ in found), ())[0]
+    rows = [each for each in found if _is_rows(each[1])]
+    named = [each for each in rows if each[0][-1] == "input_ids"]
+    return (*named, *rows, *found, ((), None))[0]
 
 
-def _at_place(place: tuple[Any, ...], args: Any, kwargs: Any) -> Tensor | None:
-    if not place:
-        return None
-    try:
-        value = args[place[0]] if isinstance(place[0], int) else kwargs[place[0]]
-        value = value[place[1]] if len(place) > 1 else value
-    except (LookupError, TypeError):
-        return None
-    return value if isinstance(value, Tensor) else None
+def _is_rows(batch: Tensor) -> bool:
+    """Token numbers (samples, sequence)."""
+    return batch.ndim == 2 and not batch.is_floating_point() and batch.dtype != torch.bool
 
 
 class LoaderWatch:
@@ -883,7 +905,6 @@ class Window:
         self.number = number
         self.opened_s = self._last_s = 0.0
         self.num_steps = 0
-        self._total = Counts(tokens=0, samples=0, micro_batches=0)
         self._cuda = device == "cuda"
         self._pending: deque[tuple[Any, Counts]] = deque()
         self._retries = 0
@@ -897,11 +918,7 @@ class Window:
 
     def add(self, counts: Counts) -> list[tuple[float, Counts]]:
         """A step has ended. Those whose end is known by now."""
-        total = self._total
         self.num_steps += 1
-        total.tokens = None if total.tokens is None or counts.tokens is None else total.tokens + counts.tokens
-        total.samples += counts.samples  # type: ignore[operator]
-        total.micro_batches += counts.micro_batches  # type: ignore[operator]
         if not self._cuda:
             self._last_s = time.monotonic()
             return [(self._last_s, counts)]
@@ -913,14 +930,9 @@ class Window:
             torch.cuda.synchronize()
         return self._ended()
 
-    def summary(self) -> dict[str, Any]:
-        return {
-            "num_steps": self.num_steps,
-            "time_s": self._last_s - self.opened_s,
-            "tokens": self._total.tokens,
-            "samples": self._total.samples,
-            "micro_batches": self._total.micro_batches,
-        }
+    @property
+    def time_s(self) -> float:
+        return self._last_s - self.opened_s
 
     def memory(self) -> dict[str, Any]:
         found = {
@@ -1045,6 +1057,7 @@ class Observed:
             core = inside(block)
             if not any(_is_compiled(module) for module in core):
                 self._remove.append(on_forward(core[-1], self._in_block(index)))
+        forwards.forget()
         forwards.observer = self._micro_batch
 
     def remove(self) -> None:
@@ -1058,7 +1071,7 @@ class Observed:
 
         return before_forward
 
-    def _micro_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _micro_batch(self, args: Any, kwargs: Any) -> None:
         kind = next(self.root.parameters()).device.type
         self._autocast.add(DTYPES.get(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
         self._synced += [reduces_gradients(self.root)]
@@ -1078,9 +1091,9 @@ class Observed:
             "activation_checkpointing": self._checkpointing(),
             "compile": any(_is_compiled(m) for block in (self.root, *self.blocks) for m in inside(block)),
         }
-        sizes = self.forwards.micro_batch_size
-        if sizes.count:
-            found["knobs"]["micro_batch_size"] = int(sizes.least) if sizes.least == sizes.greatest else "mixed"
+        sizes = self.forwards.micro_batch_size()
+        if sizes is not None:
+            found["knobs"]["micro_batch_size"] = int(sizes[0]) if sizes[0] == sizes[2] else "mixed"
         if accumulated:
             found["knobs"]["grad_accum_steps"] = accumulated
             found["knobs"]["sync_each_micro_batch"] = all(self._synced) if accumulated > 1 else None
@@ -1101,7 +1114,7 @@ class Observed:
             "checkpointed": dict(Counter(class_name(inside(wrapper)[-1]) for wrapper in wrappers)),
             "recomputed": len(self._recomputed),
             "padding_fraction": padding,
-            "batch": self.forwards.describe_batch(),
+            "batch": ".".join(map(str, self.forwards.place)),
             "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
             "root": class_name(self.root),
             "device": describe_device(device),
@@ -1224,13 +1237,13 @@ def read_fsdp2(root: nn.Module, blocks: list[nn.Module]) -> dict[str, Any]:
             **_read_reshard(distinct),
             "blocks_per_unit": max(Counter(map(id, groups)).values()) if blocks else None,
             "bucket_cap_mb": _unit_mib([_fsdp2_bytes(group) for group in distinct]),
-            "forward_prefetch_units": max(len(state._states_to_forward_prefetch) for state in states),
-            "backward_prefetch_units": max(len(state._states_to_backward_prefetch) for state in states),
+            "forward_prefetch_units": max(len(getattr(s, "_states_to_forward_prefetch", ())) for s in states),
+            "backward_prefetch_units": max(len(getattr(s, "_states_to_backward_prefetch", ())) for s in states),
             "replicate_degree": _one_of(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in distinct),
             "reduce_dtype": _one_of(
                 _dtype(p.reduce_dtype, p.param_dtype, _stored(g)) for p, g in zip(policies, distinct, strict=True)
             ),
-            "cpu_offload": _one_of(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in distinct),
+            "cpu_offload": _one_of(param.offload_to_cpu for group in distinct for param in group.fsdp_params),
         },
         "shard_mesh_size": _one_of(getattr(group.mesh_info, "shard_mesh_size", 1) for group in distinct),
         "param_dtype": _one_of(_dtype(p.param_dtype, _stored(g)) for p, g in zip(policies, distinct, strict=True)),
