@@ -7,12 +7,24 @@ import signal
 from typing import Any
 
 EXIT_INTERRUPTED = 130
+_ignored: set[signal.Signals] = set()
+"""When this process was started, as a shell does in the background."""
 
 
 def interrupt_in_order() -> None:
     """From here on the first of either raises KeyboardInterrupt in the main thread."""
     for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            _ignored.add(number)
         signal.signal(number, _interrupt)
+
+
+def as_at_the_start() -> None:
+    """What was ignored when this process was started is so again; the rest is as in a new process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if number in _ignored else signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _interrupt(_number: int, _frame: Any) -> None:

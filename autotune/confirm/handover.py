@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from autotune.errors import InfrastructureError, UserError, nearest
 from autotune.export import ENGINES, EXPORTERS, export
 from autotune.export.base import Best, Exported
 from autotune.probing import PROBE_VARIABLE, knobs_only
+from autotune.signals import as_at_the_start
 from trials.record import KNOB_NAMES, Knobs
 
 CONFIG_VARIABLE, HELD_VARIABLE = "AUTOTUNE_CONFIG", "AUTOTUNE_HELD"
@@ -136,8 +136,7 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what is ignored stays so
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    as_at_the_start()
     try:
         os.execvpe(words[0], list(words), dict(environment))
     except OSError as error:

@@ -101,7 +101,8 @@ class Follower:
         if self.watched.read():
             self.say("the ranks were started again: counting anew")
             self._anew()
-        self._host.take(now_s, [rank.log.start["pid"] for rank in self.watched.ranks.values() if rank.log.start])
+        # From the timed steps on: before, they import and allocate.
+        self._host.take(now_s, [rank.log.start["pid"] for rank in self.watched.counting if rank.log.start])
         self._say_what_let_go()
         if not self.watched.counting:
             if now_s - self._began_s > NOTHING_SEEN_S and not self._said_nothing_seen:

@@ -95,13 +95,20 @@ start(["/bin/sh", "-c", 'echo $$ $A "$0"; grep -E "Sig(Blk|Ign)" /proc/self/stat
 """
 
 
+def test_what_a_shell_ignores_in_the_background_stays_ignored() -> None:
+    background = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", STARTS]
+    output = subprocess.run(background, stdout=subprocess.PIPE, text=True, timeout=60, check=False).stdout
+    _, _blocked, ignored = output.splitlines()
+    assert int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1
+
+
 def test_the_command_takes_the_place_of_this_process_with_no_signal_blocked_or_ignored() -> None:
     process = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
     output, _ = process.communicate(timeout=60)
     first, blocked, ignored = output.splitlines()
     assert process.returncode == 7
     assert first == f"{process.pid} given {{}}"
-    ours = sum(1 << number - 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ))
+    ours = sum(1 << number - 1 for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ))
     for line in (blocked, ignored):
         assert int(line.split()[1], 16) & ours == 0, line
 
