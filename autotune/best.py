@@ -171,6 +171,22 @@ def write_best(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, HEADER + warning + yaml.safe_dump(content, sort_keys=False))
 
 
+def note_confirmed(run: Path, section: dict[str, Any]) -> None:
+    """Adds what a confirmation found to `run`/best.yaml; all else stays as it is."""
+    path = run / "best.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    write_best(path, content | {"confirmed": section})
+
+
+def read_confirmed(run: Path) -> dict[str, Any] | None:
+    """What a confirmation found earlier; None if there was none, or best.yaml cannot be read."""
+    try:
+        found = read_best(run)["confirmed"]
+    except UserError:
+        return None
+    return dict(found) if found else None
+
+
 def read_best(run: Path) -> dict[str, Any]:
     """The content of `run`/best.yaml.
 
@@ -186,7 +202,11 @@ def read_best(run: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         _File.model_validate(content)
-        for config in (content, content["baseline"]):
+        content.setdefault("fallback", None)
+        content.setdefault("confirmed", None)
+        for config in (content, content["baseline"], content["fallback"], content["confirmed"]):
+            if config is None:
+                continue
             config["settings"] = Knobs.from_dict(config["settings"]).to_dict()
     except (*UNPARSABLE, TypeError, OSError) as error:
         raise UserError(
@@ -257,6 +277,17 @@ class _Conventions(_Part):
     limit_gib: float | None
 
 
+class _Confirmed(_Part):
+    held: Literal["best", "fallback", "baseline"]
+    why: str
+    at: str
+    world_size: int
+    settings: dict[str, Any]
+    tokens_per_s_per_rank: float | None
+    tokens_per_s_per_rank_low: float | None
+    tokens_per_s_per_rank_high: float | None
+
+
 class _Fingerprint(_Part):
     world_size: int
     device_name: str | None
@@ -275,6 +306,8 @@ class _File(_Part):
     gain: _Gain | None
     endurance: _Endurance | None = None
     baseline: _Baseline
+    fallback: _Baseline | None = None
+    confirmed: _Confirmed | None = None
     conventions: _Conventions
     fingerprint: _Fingerprint
 

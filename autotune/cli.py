@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,9 +13,11 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
+from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
+from autotune.verify.command import verify
 
-EXIT_INTERRUPTED = 130
 SIMULATE = click.option(
     "--simulate",
     metavar="CLUSTER",
@@ -405,6 +405,10 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
         click.echo(f"note: {note}")
 
 
+cli.add_command(confirm)
+cli.add_command(verify)
+
+
 def _refuse_foreign_packages() -> None:
     """`trials` and `search_spaces` are common names: a user's own on PYTHONPATH must not stand in for ours."""
     import search_spaces
@@ -429,21 +433,9 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _interrupt(number: int, _frame: Any) -> None:
-    """The first Ctrl-C, or SIGTERM of Slurm or Kubernetes, ends the run in order; the second ends it at once."""
-    for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, _leave_at_once)
-    raise KeyboardInterrupt
-
-
-def _leave_at_once(_number: int, _frame: Any) -> None:
-    os._exit(EXIT_INTERRUPTED)  # the ranks die with what started them
-
-
 def main() -> NoReturn:
     """Runs the command line; errors meant for people are printed as such, with their exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    interrupt_in_order()
     try:
         _refuse_foreign_packages()
         cli(standalone_mode=False)

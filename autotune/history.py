@@ -72,8 +72,8 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure
-        ("round", pa.int32()),  # number of the interleaved round; null outside of rounds
+        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm
+        ("round", pa.int32()),  # number of the interleaved round, in confirm too; null outside of rounds
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),
         ("ended_at", _TIME),

@@ -19,7 +19,7 @@ from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
-from autotune.stages import ENDURANCE, PROFILED_STAGES, SIDE_BY_SIDE, endurance_timeout_s, is_composed
+from autotune.stages import CONFIRM, ENDURANCE, PROFILED_STAGES, SIDE_BY_SIDE, endurance_timeout_s, is_composed
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs, Measure, TrialSpec
@@ -28,6 +28,9 @@ MET_BY_NOTHING = 1e-9
 """A relative confidence interval that no trial reaches."""
 MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
+
+OUT_OF_TIME = "the time given for the measuring was over"
+LEAST_TIMEOUT_S = 1.0
 
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
 Key = tuple[str, Knobs, int | None]
@@ -78,11 +81,16 @@ def make_spec(
     )
 
 
+class TimeUpError(InfrastructureError):
+    """The time given for the measuring ended in the middle of an attempt, of which nothing is known."""
+
+
 @dataclass(frozen=True)
 class _Flight:
     """An attempt that is under way."""
 
     spec: TrialSpec
+    timeout_s: float
     last_attempt: int
     """After which an outcome that says nothing about the config ends the run."""
     folder: Path
@@ -108,6 +116,10 @@ class Measurer:
     """The history's columns of what was predicted of a config."""
     keep_traces: bool = False
     """Of the profiled step, for Perfetto, in each trial's folder."""
+    ends_at: float | None = None
+    """By the runner's monotonic clock: no attempt goes on beyond it."""
+    reference: Knobs | None = None
+    """The config whose losses all others must reproduce; None: what runs as the stage `baseline`."""
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
@@ -145,6 +157,8 @@ class Measurer:
             except (ValueError, TypeError) as error:
                 skipped.append(f"trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
                 continue
+            if attempt.stage == CONFIRM:
+                continue  # on other ranks, and no part of what is resumed
             if row["study_id"] != self.study.study_id:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
@@ -167,8 +181,12 @@ class Measurer:
                 self._recall_order(path, recorded)
             except (ValueError, TypeError, KeyError, OSError) as error:
                 skipped.append(f"{path.parent.name}/{path.name}: not an order of fsdp-autotune: {error}")
-        self._next_trial = max(self._numbers_in_use(), default=-1) + 1
+        self.leave_numbers_in_use()
         return skipped
+
+    def leave_numbers_in_use(self) -> None:
+        """No later trial may overwrite one that has a file, be it one that was skipped."""
+        self._next_trial = max(self._numbers_in_use(), default=-1) + 1
 
     def _recall_order(self, path: Path, recorded: set[int]) -> None:
         spec = TrialSpec.from_json(path.read_text(encoding="utf-8"))
@@ -178,7 +196,6 @@ class Measurer:
             self._unfinished[spec.stage, spec.knobs, spec.round] = (spec.trial, 0)
 
     def _numbers_in_use(self) -> list[int]:
-        """Of trials that have a file, be it one that was skipped: no later trial may overwrite it."""
         paths = (*self._history.folder.glob("trial-*"), *(self.out / "logs").glob("trial-*"))
         return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
@@ -284,30 +301,39 @@ class Measurer:
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
         assert knobs is not None
+        timeout_s = self._timeout_s(spec)
         spec = replace(
             spec,
             hardware_flops_per_token=self._hardware_flops.get(knobs.activation_checkpointing),
             tracked_bytes=self._tracked_bytes.get(knobs),
             profile_above=self.rate_to_beat if spec.stage == SIDE_BY_SIDE else None,
             # A peer's wait for a stuck rank must not end before the trial's own deadline does.
-            process_group_timeout_s=self._timeout_s(spec),
+            process_group_timeout_s=timeout_s,
         )
         folder = self.out / "logs" / f"trial-{spec.trial:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "spec.json", spec.to_json())
         self.listener.trial_started(spec, self.forecast.left_s())
         clock = self.runner.clock
-        self._flights[spec.trial] = _Flight(spec, last_attempt, folder, clock.monotonic(), clock.time())
-        self.runner.start(spec, folder, self._timeout_s(spec))
+        self._flights[spec.trial] = _Flight(spec, timeout_s, last_attempt, folder, clock.monotonic(), clock.time())
+        self.runner.start(spec, folder, timeout_s)
 
     def _land(self) -> Attempt | None:
-        """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
+        """Waits for an attempt to end, and records it; None if the trial is to be tried again.
+
+        Raises:
+            TimeUpError: `ends_at` came first.
+            InfrastructureError: it was the last attempt, and it too says nothing about the config.
+        """
         spec, result = self.runner.next_ended()
         flight = self._flights.pop(spec.trial)
         if result.outcome is Outcome.OK:
             self.forecast.learn(spec.stage, self.runner.clock.monotonic() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
+        if result.outcome is Outcome.TIMEOUT and flight.timeout_s < self._own_timeout_s(spec):
+            self._record(flight, replace(result, outcome=Outcome.INTERRUPTED, reason=OUT_OF_TIME, failed_rank=None))
+            raise TimeUpError(OUT_OF_TIME)
         attempt = self._record(flight, self._compared(spec, result))
         if attempt.outcome in INFRASTRUCTURE:
             self._try_again(flight, attempt)
@@ -318,6 +344,12 @@ class Measurer:
         return attempt
 
     def _timeout_s(self, spec: TrialSpec) -> float:
+        own_s = self._own_timeout_s(spec)
+        if self.ends_at is None:
+            return own_s
+        return min(own_s, max(LEAST_TIMEOUT_S, self.ends_at - self.runner.clock.monotonic()))
+
+    def _own_timeout_s(self, spec: TrialSpec) -> float:
         measure = self.study.job.measure
         compile_s = measure.compile_timeout_s if spec.knobs is not None and spec.knobs.compile else 0.0
         if spec.checkpoint_dir is None:
@@ -379,7 +411,8 @@ class Measurer:
         return [stage for stage, _, _ in self._finished]
 
     def _learn(self, attempt: Attempt) -> None:
-        if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
+        is_reference = attempt.knobs == self.reference if self.reference else attempt.stage == "baseline"
+        if is_reference and attempt.outcome is Outcome.OK:
             self._reference_losses = list(attempt.row.get("losses") or [])
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
         if attempt.is_composed and attempt.outcome is Outcome.OK:

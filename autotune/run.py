@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.best import Evidence, best_content, write_best
+from autotune.best import Evidence, best_content, read_confirmed, write_best
 from autotune.cluster.runner import Runner
 from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
@@ -28,13 +28,11 @@ from autotune.search.study import Search
 from autotune.stages import ENDURANCE, SIDE_BY_SIDE
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import Survey, load_survey, note_stop, take_survey
-from autotune.verdict import Verdict, compare
+from autotune.verdict import MIN_ROUNDS, Verdict, compare
 from autotune.warm_start import Priors
 from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
-MIN_ROUNDS = 3
-"""Pairs that a verdict needs at least."""
 NUM_PROPOSED_FIRST = 3
 """Configs of a warm start that are measured before the search goes its own way."""
 
@@ -106,6 +104,7 @@ class Run:
         return self._decide(reference)
 
     def _prepare(self) -> None:
+        self._confirmed = read_confirmed(self.out) if self.resume else None
         known = self.resume and (self.out / STUDY_FILE).exists()
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
@@ -406,6 +405,8 @@ class Run:
             complete=complete,
             written_at_s=self.runner.clock.time(),
         )
+        if self._confirmed is not None:
+            content["confirmed"] = self._confirmed  # of earlier, and it says of which settings
         write_best(self.out / "best.yaml", content)
 
     def _no_verdict(self, complete: bool) -> str:

@@ -12,6 +12,8 @@ ENDURANCE = "endurance"
 """The stage of the winner's longer run."""
 BY_HAND = "measure"
 """The stage of `autotune measure`."""
+CONFIRM = "confirm"
+"""The stage of `autotune confirm`, on the real run's number of ranks."""
 PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND})
 """Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
 stay free of it."""

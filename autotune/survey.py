@@ -96,10 +96,25 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
         UserError: the workload or its data are wrong.
         InfrastructureError: it failed for another reason.
     """
-    folder = out / "logs" / "survey"
+    content = ask_ranks(job, runner, out / "logs" / "survey", job.measure.trial_timeout_s)
+    survey = survey_from_content(job, runner, content)
+    content["space_hash"] = survey.space.hash
+    content["candidates"] = {name: list(values) for name, values in survey.space.candidates.items()}
+    content["baseline"] = survey.space.baseline.to_dict()
+    write_whole(out / FILE_NAME, yaml.safe_dump(content, sort_keys=False))
+    return survey
+
+
+def ask_ranks(job: Job, runner: Runner, folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Runs the survey, with its ranks' output in `folder`; what study.yaml keeps of it.
+
+    Raises:
+        UserError: the workload or its data are wrong.
+        InfrastructureError: it failed for another reason.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(MAX_RETRIES + 1):
-        result = runner.run(make_spec(job, runner, None, "survey", -1), folder, job.measure.trial_timeout_s)
+        result = runner.run(make_spec(job, runner, None, "survey", -1), folder, timeout_s)
         if result.outcome not in INFRASTRUCTURE:
             break
     if result.outcome is Outcome.INVALID:
@@ -108,13 +123,7 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
         raise InfrastructureError(
             f"the survey of model and machine failed ({result.outcome}): {result.reason}", f"see {folder}"
         )
-    content = survey_content(job, runner, result)
-    survey = survey_from_content(job, runner, content)
-    content["space_hash"] = survey.space.hash
-    content["candidates"] = {name: list(values) for name, values in survey.space.candidates.items()}
-    content["baseline"] = survey.space.baseline.to_dict()
-    write_whole(out / FILE_NAME, yaml.safe_dump(content, sort_keys=False))
-    return survey
+    return survey_content(job, runner, result)
 
 
 def load_survey(job: Job, runner: Runner, out: Path) -> Survey:

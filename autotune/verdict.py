@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+MIN_ROUNDS = 3
+"""Pairs that a verdict needs at least."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,36 @@ def compare(candidate: Sequence[float], baseline: Sequence[float]) -> Verdict:
     half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.fmean(logs)
     return Verdict(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Throughputs of several runs of one config, in their own unit."""
+
+    mean: float
+    """Geometric."""
+    low: float | None
+    high: float | None
+    """95 % prediction interval: where one more run is expected to lie. None of a single run."""
+    num_runs: int
+
+
+def spread(rates: Sequence[float]) -> Spread:
+    """What one more run of the config is expected to reach, by the throughputs of earlier ones.
+
+    On logs: mean +- t x s x sqrt(1 + 1/n), Student's interval for a further observation.
+
+    Raises:
+        ValueError: no throughput, or one that is not positive.
+    """
+    if not rates or min(rates) <= 0:
+        raise ValueError("throughputs must be there, and positive")
+    logs = [math.log(rate) for rate in rates]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Spread(math.exp(mean), None, None, len(logs))
+    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    return Spread(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
 def _t_quantile(degrees_of_freedom: int) -> float:

@@ -14,6 +14,7 @@ from autotune.errors import printable
 from autotune.report.text import (
     SHORT_NAMES,
     bottleneck_lines,
+    count,
     differences,
     gib,
     loader_advice,
@@ -58,9 +59,19 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
     for line in endurance_lines(best["endurance"]) if best.get("endurance") else []:
         console.print(Text(line), soft_wrap=True)
+    if best.get("confirmed"):
+        console.print(Text(confirmed_line(best["confirmed"])), soft_wrap=True)
     advice = loader_advice(best)
     if advice:
         console.print(Text(advice), soft_wrap=True)
+
+
+def confirmed_line(confirmed: dict[str, Any]) -> str:
+    """What `autotune confirm` found last, from best.yaml."""
+    own = confirmed["tokens_per_s_per_rank"]
+    figure = f", {rate(own)} tokens/s per rank" if own else ""
+    ranks = count(confirmed["world_size"], "rank")
+    return f"Confirmed on {ranks}, {confirmed['at'][:10]}: {confirmed['held']} held{figure}: {value(confirmed['why'])}"
 
 
 def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[str, Any]) -> list[tuple[str, str, str]]:
