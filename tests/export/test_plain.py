@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
-from autotune.export import ENGINES, Best, export
-from autotune.export.plain import MEANING, SNIPPET_NAME, YAML_NAME
+from autotune.export import Best, export
+from autotune.export.plain import SNIPPET_NAME, YAML_NAME
+from autotune.export.snippet import MEANING
 from trials import wrap
 from trials.engines import fsdp2
 from trials.models import DecoderWorkload
 from trials.record import FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
 
-from .conftest import fsdp1
+from .conftest import FSDP, fsdp1
 
 NUM_LAYERS = 4
 SEQ_LEN = 16
@@ -81,13 +82,13 @@ def test_yaml_reads_back_into_the_same_knobs(best: Best) -> None:
             assert (f"  # {MEANING[name]}\n  {name}: " in text) == known
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_nothing_is_lost(engine: str, best: Best) -> None:
     exported = export("plain", best if engine == "fsdp2" else fsdp1(best))
     assert exported.lost == {} and exported.carried == KNOB_NAMES
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_snippet_imports_only_torch_and_has_every_knob_of_its_engine(engine: str, best: Best) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     tree = ast.parse(export("plain", best).files[SNIPPET_NAME])
