@@ -88,8 +88,8 @@ def _lost(best: Best) -> dict[str, str]:
     lost = lost_reduction(best, SET_POLICY)
     if knobs.grad_accum_steps > 1 and knobs.sync_each_micro_batch:
         lost["sync_each_micro_batch"] = (
-            "`accelerator_config.gradient_accumulation_kwargs`, which axolotl's schema passes on only where it knows it: "
-            "gradients are reduced after the last micro-step."
+            "`trainer.args.accelerator_config.gradient_accumulation_kwargs = {'sync_each_batch': True}`; of itself "
+            "axolotl reduces gradients after the last micro-step only."
         )
     mode = knobs.activation_checkpointing
     if mode not in ("none", "full"):

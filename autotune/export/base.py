@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trials.record import KNOB_NAMES, Knobs
 
@@ -68,7 +68,7 @@ class Exporter:
     engines: Mapping[str, Fixed]
     """The engines that the trainer has, each with the knobs whose behaviour it fixes; `export_for` pins them before
     the search. A knob that a line in the training script sets is not fixed."""
-    bf16_reduces_in: str | None = None
+    bf16_reduces_in: Literal["fp32", "bf16"] | None = None
     """The dtype of the gradient reduction under bf16, where the trainer decides it; None: as it is told."""
 
     def fixed(self, engine: str) -> Fixed:

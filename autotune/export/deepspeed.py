@@ -18,7 +18,9 @@ FILE_NAME = "ds_config.json"
 COMMENT = "_comment"
 CHECKED = {"deepspeed": "0.19"}
 MIB = 2**20
-FOREVER = 10**12
+DEFAULT_LIVE = 10**9
+"""Elements; DeepSpeed's own stage3_max_live_parameters."""
+FOREVER = 10**13
 """Elements: more than any model has."""
 
 USE = [
@@ -36,9 +38,7 @@ def export(best: Best) -> Exported:
     lost = _lost(best) | scripted(knobs)
     if knobs.cpu_offload:
         lost["cpu_offload"] = "nothing more: offload_param and offload_optimizer stand in for it, with their own Adam."
-    notes = (
-        "DeepSpeed's own AdamW takes the place of the optimizer only where the file names one; this one does not.",
-    )
+    notes = ("The optimizer is the script's: DeepSpeed puts its own in place only where the file names one.",)
     parts = [line for part in remarks(lost, notes, TO_WRITE) for line in ("", *part)]
     head = [line for text in header(best, "Settings for DeepSpeed", CHECKED) for line in text.splitlines()]
     config: dict[str, Any] = {
@@ -55,19 +55,17 @@ def export(best: Best) -> Exported:
 
 def _zero(best: Best) -> dict[str, Any]:
     knobs = best.knobs
-    bucket = {"reduce_bucket_size": _elements(knobs.bucket_cap_mb, 4)}
+    bytes_each = 2 if best.precision == "bf16" and knobs.engine != "ddp" else 4  # DDP's are of fp32 gradients
+    bucket = max(1, round(knobs.bucket_cap_mb * MIB / bytes_each))
     if knobs.engine == "ddp":
-        return {"stage": 0, **bucket}
-    gathered_bytes = 2 if best.precision == "bf16" else 4
-    bucket = {"reduce_bucket_size": _elements(knobs.bucket_cap_mb, gathered_bytes)}
-    # Freed after use at once, or kept until the backward.
-    distance = 0 if knobs.reshard_after_forward else FOREVER
+        return {"stage": 0, "reduce_bucket_size": bucket}
     zero: dict[str, Any] = {
         "stage": 3,
-        **bucket,
-        "stage3_prefetch_bucket_size": bucket["reduce_bucket_size"],
-        "stage3_max_reuse_distance": distance,
-        "stage3_max_live_parameters": 10**9 if knobs.reshard_after_forward else FOREVER,
+        "reduce_bucket_size": bucket,  # DeepSpeed counts in elements
+        "stage3_prefetch_bucket_size": bucket,
+        # Freed after use at once, or kept until the backward.
+        "stage3_max_reuse_distance": 0 if knobs.reshard_after_forward else FOREVER,
+        "stage3_max_live_parameters": DEFAULT_LIVE if knobs.reshard_after_forward else FOREVER,
         "overlap_comm": True,
     }
     if knobs.cpu_offload:
@@ -76,16 +74,11 @@ def _zero(best: Best) -> dict[str, Any]:
     return zero
 
 
-def _elements(mib: float, bytes_each: int) -> int:
-    """DeepSpeed counts buckets in elements."""
-    return max(1, round(mib * MIB / bytes_each))
-
-
 def _lost(best: Best) -> dict[str, str]:
     knobs = best.knobs
     stage = 0 if knobs.engine == "ddp" else 3
     lost = {
-        "engine": f"nothing that DeepSpeed has: it is measured with torch's {knobs.engine}; ZeRO stage {stage} stands in.",
+        "engine": f"nothing that DeepSpeed has: measured with torch's {knobs.engine}; ZeRO stage {stage} stands in.",
         "bucket_cap_mb": "nothing more: reduce_bucket_size and stage3_prefetch_bucket_size, in elements, come nearest.",
         "num_workers": f"`DataLoader(..., num_workers={knobs.num_workers}, "
         f"persistent_workers={knobs.num_workers > 0})`.",
@@ -111,8 +104,6 @@ def _lost(best: Best) -> dict[str, str]:
     return lost
 
 
-def _fixed(knobs_sync: bool) -> Fixed:
-    return {"sync_each_micro_batch": (knobs_sync,)}
-
-
-EXPORTER = Exporter(export, CHECKED, {"fsdp2": _fixed(True), "fsdp1": _fixed(True), "ddp": _fixed(False)})
+EVERY: Fixed = {"sync_each_micro_batch": (True,)}
+LAST: Fixed = {"sync_each_micro_batch": (False,)}
+EXPORTER = Exporter(export, CHECKED, {"fsdp2": EVERY, "fsdp1": EVERY, "ddp": LAST})

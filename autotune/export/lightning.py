@@ -44,7 +44,7 @@ CONFIGURE = {
         autotune_best.checkpoint_blocks(model, list(model.layers))""",
 }
 MODULE = """\
-In the LightningModule, whose `self.model` is the model; train_step and micro_batches below are the Trainer's own part:
+In the LightningModule, whose `self.model` is the model (train_step and micro_batches below are the Trainer's part):
 
 {}
 
@@ -77,7 +77,7 @@ def _trainer(best: Best) -> dict[str, Any]:
         # Left at auto they would be the number of nodes and of processes: FSDP over one rank.
         strategy["init_args"] = {"data_parallel_size": best.world_size, "tensor_parallel_size": 1}
     if knobs.engine == "ddp":
-        strategy["dict_kwargs"] = {"bucket_cap_mb": knobs.bucket_cap_mb, "gradient_as_bucket_view": True}
+        strategy["init_args"] = {"bucket_cap_mb": knobs.bucket_cap_mb, "gradient_as_bucket_view": True}
     return {
         "strategy": strategy,
         "devices": "auto",
@@ -94,11 +94,11 @@ def _lost(knobs: Knobs) -> dict[str, str]:
         return {}
     need = {
         "fsdp2": "`def on_train_batch_start(self, batch, batch_idx): last = (batch_idx + 1) % "
-        f"{steps} == 0; self.model.set_requires_gradient_sync(last); self.model.set_is_last_backward(last)`; Lightning "
-        "itself reduces gradients after every micro-step.",
-        "fsdp1": "manual optimization, with `with self.model.no_sync():` around all micro-steps but the last; Lightning "
-        "itself reduces gradients after every micro-step.",
-        "ddp": "manual optimization; Lightning itself reduces gradients after the last micro-step only.",
+        f"{steps} == 0; self.model.set_requires_gradient_sync(last); self.model.set_is_last_backward(last)`; of "
+        "itself Lightning reduces gradients after every micro-step.",
+        "fsdp1": "manual optimization, with `with self.model.no_sync():` around all micro-steps but the last; of "
+        "itself Lightning reduces gradients after every micro-step.",
+        "ddp": "manual optimization; of itself Lightning reduces gradients after the last micro-step only.",
     }
     return {"sync_each_micro_batch": need[knobs.engine]}
 

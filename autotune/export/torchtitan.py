@@ -164,7 +164,7 @@ def _notes(best: Best) -> tuple[str, ...]:
         "torchtitan makes units of the embedding, and of the last norm with the head; measured: they are in the root's "
         "unit.",
         "torchtitan clips gradients, which takes a reduction over all ranks; measured: no clipping.",
-        "torchtitan has attention and losses of its own, by model_spec and loss; measured: scaled_dot_product_attention "
+        "torchtitan has attention and losses of its own (model_spec, loss); measured: scaled_dot_product_attention, "
         "and the loss over all logits at once.",
     ]
     if best.knobs.activation_checkpointing == "full":

@@ -89,9 +89,8 @@ def said(files: dict[str, str]) -> set[str]:
     """What the files say to the trainer, apart from comments."""
     found = set()
     for name, text in files.items():
-        if name.endswith(".json"):
-            text = json.dumps(json.loads(text) | {"_comment": []})
-        found.add("\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
+        bare = json.dumps(json.loads(text) | {"_comment": []}) if name.endswith(".json") else text
+        found.add("\n".join(line for line in bare.splitlines() if not line.lstrip().startswith("#")))
     return found
 
 
