@@ -5,6 +5,7 @@ Each case is a folder with the two files as exported; what its head says about t
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
@@ -129,6 +130,7 @@ def train(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(180)  # a hang says where
     found = {path.parent.name: train(path.parent) for path in sorted(folder.glob(f"*/{NAME}"))}
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
     torch.distributed.barrier()

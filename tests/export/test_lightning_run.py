@@ -21,10 +21,10 @@ pytest.importorskip("jsonargparse")
 WORLD_SIZE = 2
 CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"num_workers": 1, "prefetch_factor": 3},
-    "fsdp2_reshard_bf16": {"reshard_after_forward": True, "activation_checkpointing": "none", "precision": "bf16"},
-    "fsdp2_grouped": {"blocks_per_unit": 2, "activation_checkpointing": "every_2", "reduce_dtype": "bf16"},
+    "fsdp2_bf16": {"reshard_after_forward": True, "activation_checkpointing": "none", "reduce_dtype": "bf16"},
+    "fsdp2_grouped": {"blocks_per_unit": 2, "activation_checkpointing": "every_2"},
     "fsdp2_last": {"sync_each_micro_batch": False},
-    "ddp": {"engine": "ddp", "bucket_cap_mb": 12.5, "sync_each_micro_batch": False, "precision": "bf16"},
+    "ddp_bf16": {"engine": "ddp", "bucket_cap_mb": 12.5, "sync_each_micro_batch": False},
 }
 
 
@@ -33,7 +33,7 @@ def case(name: str) -> Best:
 
     changes = dict(CASES[name])
     workload = make_workload()
-    precision = changes.pop("precision", "fp32")
+    precision = "bf16" if "bf16" in name else "fp32"
     size_mib = wrap.block_mib(workload.blocks(workload.build_model()), precision)[0]
     per_unit = changes.get("blocks_per_unit", 1)
     cap = round(size_mib * per_unit + 0.005, 2)
