@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.export.base import Best, Exported, Exporter, Fixed, carried_without, header, remarks
 from autotune.export.lines import checkpoint_loop, scripted
+from trials.record import ENGINE_KNOBS
 
 FILE_NAME = "ds_config.json"
 COMMENT = "_comment"
@@ -35,7 +36,9 @@ TO_WRITE = ["Not in this file, or only its nearest; `layers`: the model's list o
 def export(best: Best) -> Exported:
     """One file."""
     knobs = best.knobs
-    lost = _lost(best) | scripted(knobs)
+    fsdps_own = "nothing that DeepSpeed has: it is FSDP's own."
+    lost = {name: fsdps_own if name in ENGINE_KNOBS else line for name, line in scripted(knobs).items()}
+    lost |= _lost(best)
     if knobs.cpu_offload:
         lost["cpu_offload"] = "nothing more: offload_param and offload_optimizer stand in for it, with their own Adam."
     notes = ("The optimizer is the script's: DeepSpeed puts its own in place only where the file names one.",)

@@ -4,7 +4,7 @@
 # job: "quickstart": 4 ranks
 # What each key does was checked with lightning 2.6 and torch 2.13.
 #
-# In the LightningModule, whose `self.model` is the model; train_step and micro_batches below are the Trainer's own part:
+# In the LightningModule, whose `self.model` is the model (train_step and micro_batches below are the Trainer's part):
 #
 #     def configure_model(self):  # called more than once
 #         if not isinstance(self.model, FullyShardedDataParallel):

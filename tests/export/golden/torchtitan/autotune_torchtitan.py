@@ -15,7 +15,7 @@
 # - torchtitan 0.3 calls torch.distributed.set_timeout after the first step; it needs a torch that has it (2.13.0 has not).
 # - torchtitan makes units of the embedding, and of the last norm with the head; measured: they are in the root's unit.
 # - torchtitan clips gradients, which takes a reduction over all ranks; measured: no clipping.
-# - torchtitan has attention and losses of its own, by model_spec and loss; measured: scaled_dot_product_attention and the loss over all logits at once.
+# - torchtitan has attention and losses of its own (model_spec, loss); measured: scaled_dot_product_attention, and the loss over all logits at once.
 # - torchtitan computes a checkpointed block again to its end; measured: until its last saved tensor is there.
 
 from importlib.metadata import version
