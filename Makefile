@@ -9,6 +9,8 @@ SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py co
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
 # forms beside published runs and real trials; the samplers on simulated clusters.
 BENCHMARKS := overhead composed verdict prediction search
+# Trainers whose parsers the export tests need, and whose dependencies are gigabytes.
+CONFIGS_ALONE := torchtitan axolotl
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
@@ -53,6 +55,7 @@ $(DEV): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV), with what tests need: a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,clients-test]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(CONFIGS_ALONE)
 	touch $@ $(RUN)
 
 clean:

@@ -327,6 +327,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
         seq_len=training["seq_len"],
         evidence=[
             *([f"SIMULATED, not measured: {fingerprint.get('simulated_cluster')}"] if simulated else []),
+            *([] if best["complete"] else ["The run had not ended: this is the best config so far, not a verdict."]),
             f"{'Simulated' if simulated else 'Measured'}: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "
             f"{label} {percent(evidence['mfu'])} [{conventions['flops_convention']}], HFU {percent(evidence['hfu'])}, "
             f"peak memory {gib(evidence['reserved_gib'])} reserved{limit} per rank,",

@@ -234,14 +234,10 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
-    from autotune.export import ENGINES
-
-    engine = result.best.knobs.engine
-    export = f"{_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
-        f"next: {export}" if engine in ENGINES else f"next: the settings, of {engine}, are in {_shown(out)}/best.yaml",
+        f"next: {_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}",
     )
     for line in lines:
         click.echo(printable(line))
@@ -378,31 +374,20 @@ class ExporterOption(click.Option):
     type=click.Path(path_type=Path),
     help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
-def export(run_folder: Path, target: str, output: Path | None) -> None:
+@click.option("--incomplete", is_flag=True, help="Take the best config so far of a run that has not ended.")
+def export(run_folder: Path, target: str, output: Path | None, incomplete: bool) -> None:
     """Write the best config in a trainer's own format."""
-    from autotune.best import read_best, to_exportable
-    from autotune.export import export as export_to
+    from rich.console import Console
 
-    best = to_exportable(read_best(run_folder))
-    exported = export_to(target, best)
-    folder = output if output is not None else run_folder / "export" / target
-    main_name = next(iter(exported.files))
-    if output is not None and not output.is_dir():
-        folder, main_name = output.parent, output.name
-    names = [main_name, *list(exported.files)[1:]]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(names, exported.files.values(), strict=True):
-            (folder / name).write_text(text)
-            click.echo(f"wrote {folder / name}")
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}", "give a file you can write by --output") from error
-    present = [name for name in exported.carried if getattr(best.knobs, name) is not None]
-    click.echo(f"carried: {', '.join(present)}")
-    for knob, need in exported.lost.items():
-        click.echo(f"not carried: {knob}: {need}")
-    for note in exported.notes:
-        click.echo(f"note: {note}")
+    from autotune.export.command import export_run
+    from autotune.report.export import print_exported
+
+    written = export_run(run_folder, target, output, incomplete)
+    for path in written.paths:
+        click.echo(f"wrote {path}")
+    print_exported(Console(highlight=False), written.best, written.exported)
+    for warning in written.warnings:
+        click.echo(printable(warning), err=True)
 
 
 cli.add_command(confirm)

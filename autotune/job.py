@@ -8,9 +8,10 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from autotune.errors import nearest
+from autotune.export import EXPORTERS
 from trials.formats import inapplicable
 from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SHORT_MICRO_STEPS, SYNTHETIC, checkpoint_stride
 from trials.shapes import PRESETS, DecoderConfig
@@ -299,7 +300,8 @@ class Baseline(Section):
     """Your present settings. What you leave out is what a careful person would start with."""
 
     micro_batch_size: Positive = 1
-    sync_each_micro_batch: bool = True
+    sync_each_micro_batch: bool | None = None
+    """None: as export_for's trainer does it, else true."""
     reshard_after_forward: bool = True
     bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
     """None: the size of the largest block, which is one block a unit where blocks are alike."""
@@ -400,8 +402,8 @@ class Job(Section):
     budget: Budget = Budget()
     measure: MeasureSettings = MeasureSettings()
     sampler: Literal["tpe", "gp", "random", "residual"] = "tpe"
-    export_for: Literal["accelerate", "transformers"] | None = None
-    """Pins, before the search, the knobs that this trainer decides itself."""
+    export_for: str | None = None
+    """A trainer that `autotune export --to` knows: pins, before the search, the knobs that it decides itself."""
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs/latest"
 
@@ -418,8 +420,20 @@ class Job(Section):
         """Of the gradient reduction: as asked, or as the trainer that is exported for does it."""
         if self.training.reduce_dtype != "auto":
             return self.training.reduce_dtype
-        # Both trainers that can be named let accelerate set the dtypes.
-        return "bf16" if self.training.precision == "bf16" and self.export_for is not None else "fp32"
+        own = self._bf16_reduces_in
+        return own if own is not None and self.training.precision == "bf16" else "fp32"
+
+    @property
+    def _bf16_reduces_in(self) -> Literal["fp32", "bf16"] | None:
+        """What export_for's trainer reduces gradients in under bf16, if it decides that itself."""
+        return EXPORTERS[self.export_for].bf16_reduces_in if self.export_for is not None else None
+
+    @field_validator("export_for")
+    @classmethod
+    def _known_trainer(cls, value: str | None) -> str | None:
+        if value is not None and value not in EXPORTERS:
+            raise ValueError(f"{value!r}: no such trainer; {nearest(value, EXPORTERS)}")
+        return value
 
     @model_validator(mode="after")
     def _knobs_of_the_engines(self) -> Self:
@@ -443,8 +457,15 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _what_can_be_exported(self) -> Self:
-        if self.export_for is not None and "ddp" in self.training.engines:
-            raise ValueError(f"export_for = {self.export_for}: settings of ddp cannot be exported; remove one of them")
+        if self.export_for is None:
+            return self
+        has = EXPORTERS[self.export_for].engines
+        lacks = [engine for engine in self.training.engines if engine not in has]
+        if lacks:
+            raise ValueError(
+                f"export_for = {self.export_for}: it has {' and '.join(has)}, so settings of {' and '.join(lacks)} "
+                f"(training.engines) cannot be handed to it\n    hint: remove one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -454,9 +475,10 @@ class Job(Section):
             raise ValueError("training.reduce_dtype = bf16 needs training.precision = bf16")
         if asked == "bf16" and set(self.training.engines) == {"ddp"}:
             raise ValueError("training.reduce_dtype = bf16: ddp reduces gradients in fp32; leave it at auto")
-        if asked == "fp32" and precision == "bf16" and self.export_for is not None:
+        own = self._bf16_reduces_in
+        if precision == "bf16" and own is not None and asked not in ("auto", own):
             raise ValueError(
-                f"training.reduce_dtype = fp32: {self.export_for}'s bf16 reduces gradients in bf16 "
+                f"training.reduce_dtype = {asked}: {self.export_for}'s bf16 reduces gradients in {own} "
                 f"(export_for = {self.export_for}); leave it at auto"
             )
         return self

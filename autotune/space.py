@@ -15,6 +15,8 @@ import optuna
 from autotune.applicable import inapplicable
 from autotune.canonical import Canonical, Facts
 from autotune.errors import UserError
+from autotune.export import EXPORTERS
+from autotune.export.base import Fixed
 from autotune.job import Job, divisors
 from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest
 
@@ -50,20 +52,13 @@ DDP_CAPS_MB = (10.0, 25.0, 50.0, 100.0, 200.0)
 DDP_CAP = "ddp_bucket_cap_mb"
 """The sampler's own name for `bucket_cap_mb` under DDP, where it is another thing."""
 
-PINS: dict[str, dict[str, tuple[Any, ...]]] = {
-    # accelerate 1.15 by default reduces on the last micro-batch only, and checkpoints all blocks or none. It also
-    # makes one unit a block (see _pin).
-    "accelerate": {
-        "sync_each_micro_batch": (False,),
-        "activation_checkpointing": ("none", "full"),
-    },
-    # The same of the Trainer of transformers 5.24, which leaves it to accelerate.
-    "transformers": {
-        "sync_each_micro_batch": (False,),
-        "activation_checkpointing": ("none", "full"),
-    },
-}
-"""What a trainer decides itself, by `export_for`: the values it can be handed, the others are not searched."""
+
+def _fixed_by_engine(job: Job) -> dict[str, Fixed]:
+    """What export_for's trainer decides itself, under each engine of the job."""
+    if job.export_for is None:
+        return {}
+    engines = dict.fromkeys((*job.training.engines, job.baseline.engine or job.training.engines[0]))
+    return {engine: EXPORTERS[job.export_for].fixed(engine) for engine in engines}
 
 
 def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]]:
@@ -99,6 +94,7 @@ class SearchSpace:
         """For people: candidates that turned into others."""
         self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
         self.has_loader = not job.data.is_synthetic
+        self._fixed = _fixed_by_engine(job)
         self._note_no_loader(job)
         self.baseline = self._baseline(job)
         self._check_baseline(job)
@@ -122,7 +118,7 @@ class SearchSpace:
         return self._config(
             {
                 "micro_batch_size": base.micro_batch_size,
-                "sync_each_micro_batch": base.sync_each_micro_batch,
+                "sync_each_micro_batch": self._baseline_sync(job, engine),
                 "reshard_after_forward": base.reshard_after_forward,
                 "bucket_cap_mb": base.bucket_cap_mb or default_cap,
                 "activation_checkpointing": base.activation_checkpointing,
@@ -145,12 +141,22 @@ class SearchSpace:
         """The baseline's value of a knob in EXTRA_KNOBS; None for torch's own."""
         return job.reduce_dtype if name == "reduce_dtype" else getattr(job.baseline, name)
 
+    def _baseline_sync(self, job: Job, engine: str) -> bool:
+        given = job.baseline.sync_each_micro_batch
+        return self._fixed.get(engine, {}).get("sync_each_micro_batch", (True,))[0] if given is None else given
+
     def _config(self, drawn: Mapping[str, Any]) -> Knobs:
         """Canonical knobs from draws: what was not drawn has no effect, and accumulation follows."""
         values = {_field(name): value for name, value in drawn.items()}
         unset = {"sync_each_micro_batch": True, "reshard_after_forward": None, "prefetch_factor": None}
         accumulation = self.pairs[values["micro_batch_size"]]
         return self.canonical(Knobs(**(unset | values), grad_accum_steps=accumulation, blocks_per_unit=0))
+
+    def _searched(self, drawn: Mapping[str, Any]) -> Knobs:
+        """The config that a draw makes: where engines differ in what the trainer decides, each gets its own."""
+        fixed = self._fixed.get(drawn["engine"], {})
+        decided = {name: kept[0] for name, kept in fixed.items() if len(kept) == 1 and name in drawn}
+        return self._config({**drawn, **decided})
 
     def _note_no_loader(self, job: Job) -> None:
         asked = {
@@ -178,7 +184,7 @@ class SearchSpace:
             "micro_batch_size": tuple(self.pairs) if micro == "auto" else micro or (base.micro_batch_size,),
             "num_workers": self._workers(job),
             "reshard_after_forward": asked.reshard_after_forward or (base_reshard,),
-            "sync_each_micro_batch": asked.sync_each_micro_batch or (job.baseline.sync_each_micro_batch,),
+            "sync_each_micro_batch": asked.sync_each_micro_batch or (self._baseline_sync(job, base.engine),),
             "bucket_cap_mb": self._bucket_caps(job),
             "activation_checkpointing": self._checkpointing(job),
             "prefetch_factor": (self.has_loader and asked.prefetch_factor) or (job.baseline.prefetch_factor,),
@@ -245,32 +251,46 @@ class SearchSpace:
         return (0, *(2**power for power in range(most.bit_length()) if 2**power <= most))
 
     def _pin(self, job: Job) -> None:
+        """Leaves of each knob that export_for's trainer decides itself the values that it can be handed.
+
+        Raises:
+            UserError: a knob has none of them.
+        """
         target = job.export_for
         assert target is not None
-        pins = PINS[target]
-        kept = dict(self.candidates)
-        kept["sync_each_micro_batch"] = pins["sync_each_micro_batch"]
-        kept["activation_checkpointing"] = tuple(
-            mode for mode in self.candidates["activation_checkpointing"] if mode in pins["activation_checkpointing"]
-        )
-        kept["bucket_cap_mb"] = (self.canonical.cap(max(self.facts.block_mib))[0],)
-        kept["reduce_dtype"] = (job.reduce_dtype,)
-        if not kept["activation_checkpointing"]:
-            raise UserError(
-                f"export_for = {target}: none of space.activation_checkpointing = "
-                f"{list(self.candidates['activation_checkpointing'])} can be handed to it",
-                f"it has {' and '.join(pins['activation_checkpointing'])}",
-            )
-        self.candidates = kept
+        able = {name: self._able(job, name) for engine in job.training.engines for name in self._fixed[engine]}
+        if "blocks_per_unit" in able:  # one block a unit, which is a cap
+            able["bucket_cap_mb"] = (self.canonical.cap(max(self.facts.block_mib))[0],)
+        if EXPORTERS[target].bf16_reduces_in is not None:
+            able["reduce_dtype"] = (job.reduce_dtype,)
+        for name in self.candidates.keys() & able.keys():
+            values, listed = self.candidates[name], getattr(job.space, name) is not None
+            kept = tuple(value for value in values if value in able[name])
+            if not kept and not listed and len(able[name]) == 1:
+                kept = able[name]  # nobody asked for another
+            if not kept:
+                raise UserError(
+                    f"export_for = {target}: none of space.{name} = {list(values)} can be handed to it",
+                    f"it has {' and '.join(map(str, able[name]))}",
+                )
+            gone = [str(value) for value in values if value not in kept]
+            if gone and listed:
+                self.notes.append(f"space.{name}: {target} cannot be handed {', '.join(gone)}")
+            self.candidates[name] = kept
+
+    def _able(self, job: Job, name: str) -> tuple[Any, ...]:
+        """The values that one engine or another can be handed; `_searched` then gives each engine its own."""
+        values = [value for engine in job.training.engines for value in self._fixed[engine].get(name, ())]
+        return tuple(dict.fromkeys(values))
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
-        return self._config(self._complete(lambda name: self._suggest(trial, name)))
+        return self._searched(self._complete(lambda name: self._suggest(trial, name)))
 
     def suggest_flat(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """As `suggest`, but every knob is asked for, be it without effect: for samplers of one flat space."""
         drawn = {name: self._suggest(trial, name) for name in self.candidates}
-        return self._config(self._complete(drawn.__getitem__))
+        return self._searched(self._complete(drawn.__getitem__))
 
     def _suggest(self, trial: optuna.trial.BaseTrial, name: str) -> Any:
         values = self.candidates[name]
@@ -326,7 +346,7 @@ class SearchSpace:
             ]
         found: dict[Knobs, dict[str, Any]] = {}
         for one in drawn:
-            found.setdefault(self._config(one), one)
+            found.setdefault(self._searched(one), one)
         return found
 
     def _draw_of(self, knobs: Knobs) -> dict[str, Any] | None:
@@ -343,7 +363,7 @@ class SearchSpace:
             return own if own in values else next(same, values[0])
 
         drawn = self._complete(choose)
-        return drawn if self._config(drawn) == knobs else None
+        return drawn if self._searched(drawn) == knobs else None
 
     def _spelled(self, knobs: Knobs) -> Knobs:
         """`knobs` without resharding, as resharding with all units kept, where that alone is among the candidates."""
@@ -415,7 +435,7 @@ class SearchSpace:
 
     def draw(self, rng: random.Random) -> Knobs:
         """A config at random, each draw of candidates as likely as any other."""
-        return self._config(self._complete(lambda name: rng.choice(self.candidates[name])))
+        return self._searched(self._complete(lambda name: rng.choice(self.candidates[name])))
 
     def neighbours(self, knobs: Knobs) -> list[Knobs]:
         """The configs that differ from `knobs` in one knob that is searched.
@@ -430,7 +450,7 @@ class SearchSpace:
         for name in self.searched:
             for value in self.candidates[name] if name in drawn else ():
                 changed = self._usual | drawn | {name: value}
-                found[self._config(self._complete(changed.__getitem__))] = None
+                found[self._searched(self._complete(changed.__getitem__))] = None
         return [other for other in found if other != knobs]
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from autotune.export.base import Best, Exported, carried_without, comment, header
+from autotune.export.base import Best, Exported, Exporter, Fixed, carried_without, comment, header, remarks_text
 from autotune.export.lines import (
     JOIN_GROUPS,
     checkpoint_loop,
@@ -23,7 +23,7 @@ from autotune.export.lines import (
 from trials.record import Knobs
 
 FILE_NAME = "accelerate_config.yaml"
-VERSION = "1.15"
+CHECKED = {"accelerate": "1.15"}
 
 LAUNCH = [
     f"Use: accelerate launch --config_file {FILE_NAME} train.py",
@@ -38,7 +38,7 @@ WRAP_CLASS = """\
   # fsdp_transformer_layer_cls_to_wrap: YourBlock
 """
 
-TO_WRITE = "Not in this file; write it in the training script (`layers`: the model's list of blocks):"
+PLUGIN = "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={}))"
 BACKWARD_PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
 
 
@@ -46,26 +46,26 @@ def export(best: Best) -> Exported:
     """One file. What the script sets, or accelerate cannot do, is lost."""
     lost = _lost(best) | scripted(best.knobs)
     notes = _notes(best)
+    is_ddp = best.knobs.engine == "ddp"
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
+        "distributed_type": "MULTI_GPU" if is_ddp else "FSDP",
         "mixed_precision": "bf16" if best.precision == "bf16" else "no",
         "num_machines": 1,
         "num_processes": best.world_size,
-        "fsdp_config": {
+    }
+    if not is_ddp:
+        settings["fsdp_config"] = {
             **_engine_keys(best.knobs),
             "fsdp_activation_checkpointing": best.knobs.activation_checkpointing == "full",
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        },
-    }
+        }
     text = (
-        comment([*header(best, f"Tuned FSDP settings for accelerate {VERSION}"), "", *LAUNCH])
+        comment([*header(best, "Tuned settings for accelerate", CHECKED), "", *LAUNCH])
         + yaml.safe_dump(settings, sort_keys=False)
-        + WRAP_CLASS
+        + ("" if is_ddp else WRAP_CLASS)
         + "\n"
-        + comment([TO_WRITE, *(f"- {name}: {need}" for name, need in lost.items())])
-        + "\n"
-        + comment(["Other than measured, though no knob:", *(f"- {note}" for note in notes)])
+        + remarks_text(lost, notes)
     )
     return Exported({FILE_NAME: text}, carried_without(lost), lost, notes)
 
@@ -100,20 +100,37 @@ def _lost(best: Best) -> dict[str, str]:
         lost["sync_each_micro_batch"] = (
             f"`{_accelerator(knobs)}`, or gradients are reduced after the last micro-step only."
         )
+    lost |= lost_reduction(best, PLUGIN)
     mode = knobs.activation_checkpointing
-    if mode not in ("none", "full"):
+    if mode not in (("none",) if knobs.engine == "ddp" else ("none", "full")):
+        does = "checkpoints nothing under DDP" if knobs.engine == "ddp" else "checkpoints all blocks or none"
         lost["activation_checkpointing"] = (
-            f"{partial_checkpointing(mode)}, before accelerator.prepare; accelerate itself checkpoints all blocks or "
-            "none."
+            f"{partial_checkpointing(mode)}, before accelerator.prepare; accelerate itself {does}."
         )
     if (knobs.blocks_per_unit or 1) > 1:
         lost |= _lost_grouping(best)
+    if knobs.engine == "ddp":
+        lost["bucket_cap_mb"] = (
+            f"`Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb={knobs.bucket_cap_mb}, "
+            "gradient_as_bucket_view=True)])`; measured: the latter too, or each gradient is held twice."
+        )
     if knobs.limit_all_gathers is False:  # True is accelerate's default
         lost["limit_all_gathers"] = (
             "`Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(limit_all_gathers=False))`; of a key "
             "fsdp_limit_all_gathers nothing arrives."
         )
     return lost
+
+
+def lost_reduction(best: Best, set_policy: str) -> dict[str, str]:
+    """Accelerate's bf16 reduces gradients in bf16, whatever was measured; also for those who build on it.
+
+    Args:
+        set_policy: the line that sets the mixed precision policy; `{}` is the policy.
+    """
+    if best.precision == "fp32" or best.knobs.reduce_dtype in ("bf16", None):
+        return {}
+    return {"reduce_dtype": f"`{set_policy.format(mixed_precision(best))}`; accelerate's bf16 reduces in bf16."}
 
 
 def _syncs_early(knobs: Knobs) -> bool:
@@ -158,45 +175,52 @@ def _lost_grouping(best: Best) -> dict[str, str]:
 
 
 def _notes(best: Best) -> tuple[str, ...]:
-    plugin = "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={}))"
     return (
-        "On CPU accelerate does not shard at all, without a word.",
+        *(() if best.knobs.engine == "ddp" else ("On CPU accelerate does not shard at all, without a word.",)),
         "Measured on GPUs with `DataLoader(..., pin_memory=True)` and copies that do not wait, as by "
         "`DataLoaderConfiguration(non_blocking=True)`.",
         "An IterableDataset is read by rank 0 for all ranks; measured: each rank reads, as by "
         "`DataLoaderConfiguration(dispatch_batches=False)`.",
-        *wrapping_notes(best, plugin),
+        *wrapping_notes(best, PLUGIN),
     )
 
 
 def wrapping_notes(best: Best, set_policy: str) -> list[str]:
-    """What accelerate does to any model that it wraps, also for the Trainer of transformers.
+    """What accelerate does to any model that it shards, also for the Trainer of transformers.
 
     Args:
         set_policy: the line that sets the mixed precision policy; `{}` is the policy.
     """
     notes = []
-    bf16, fsdp1 = best.precision == "bf16", best.knobs.engine == "fsdp1"
-    if not fsdp1:
+    bf16, engine = best.precision == "bf16", best.knobs.engine
+    if engine == "fsdp2":
         notes.append(
             "Accelerate makes units of the last norm and, in models of transformers, of the embedding and the "
             "head; measured: they are in the root's unit."
         )
-    does = ["reduces gradients in bf16"] if best.reduce_dtype == "fp32" else []
-    measured = ["a reduction in fp32"] if does else []
-    if fsdp1:
-        does.append("casts buffers to bf16")
-        measured.append("buffers left alone")
-    if bf16 and does:
-        notes.append(
-            f"Accelerate's bf16 {' and '.join(does)}; measured: {' and '.join(measured)}, as by "
-            f"`{set_policy.format(mixed_precision(best))}`."
-        )
-    if bf16 and fsdp1:
-        notes.append("With FSDP1 accelerate's bf16 also runs the model under autocast; measured: without.")
-    if best.knobs.activation_checkpointing == "full" and not fsdp1:
+    if bf16 and engine == "fsdp1":
+        notes += [
+            "Accelerate's bf16 casts buffers to bf16; measured: buffers left alone, as by "
+            f"`{set_policy.format(mixed_precision(best))}`.",
+            "With FSDP1 accelerate's bf16 also runs the model under autocast; measured: without.",
+        ]
+    if best.knobs.activation_checkpointing == "full" and engine == "fsdp2":
         notes.append(
             "Accelerate's checkpointing does not restore the random state when it computes a block again: "
             "blocks with dropout get wrong gradients."
         )
     return notes
+
+
+# By default it reduces on the last micro-batch only, checkpoints all blocks or none, and makes one unit a block.
+FIXED: Fixed = {
+    "sync_each_micro_batch": (False,),
+    "activation_checkpointing": ("none", "full"),
+    "blocks_per_unit": (1,),
+}
+EXPORTER = Exporter(
+    export,
+    CHECKED,
+    {"fsdp2": FIXED, "fsdp1": FIXED, "ddp": {"sync_each_micro_batch": (False,)}},
+    bf16_reduces_in="bf16",
+)

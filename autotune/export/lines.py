@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from autotune.export.base import Best
@@ -65,15 +65,19 @@ SCRIPTED: dict[str, Callable[[Any], str]] = {
     ),
     "fused_optimizer": lambda _: "`torch.optim.AdamW(..., fused=True)`.",
 }
-"""Knobs that no exporter's file carries, and the line to write instead."""
+"""Knobs that few trainers have a key for, and the line to write instead."""
 _PLAIN_DEFAULTS = {"compile": False, "attention_backend": "auto", "fused_optimizer": False}
 
 
-def scripted(knobs: Knobs) -> dict[str, str]:
-    """The knobs among SCRIPTED that are other than torch's default, each with its line."""
+def scripted(knobs: Knobs, but: Collection[str] = ()) -> dict[str, str]:
+    """The knobs among SCRIPTED that are other than torch's default, each with its line.
+
+    Args:
+        but: those that the trainer has keys for.
+    """
     found = {}
     for name, line in SCRIPTED.items():
         value, default = getattr(knobs, name), ENGINE_KNOBS[name].default if name in ENGINE_KNOBS else None
-        if value not in (None, default, _PLAIN_DEFAULTS.get(name)):
+        if name not in but and value not in (None, default, _PLAIN_DEFAULTS.get(name)):
             found[name] = line(value)
     return found

@@ -1,4 +1,4 @@
-"""The part of the exported file that both engines share; plain.py joins it with one of snippet_fsdp*.py."""
+"""The part of the exported file that all engines share; plain.py joins it with others, and sets the constants."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 PRECISION: str = "fp32"
-REDUCE_DTYPE: str = "fp32"
-ENGINE: str = "fsdp2"
 MICRO_BATCH_SIZE: int = 1
-GRAD_ACCUM_STEPS: int = 1
-SYNC_EACH_MICRO_BATCH: bool = True
-RESHARD_AFTER_FORWARD: bool = True
-BUCKET_CAP_MB: float = 0.0
-BLOCKS_PER_UNIT: int = 1
 ACTIVATION_CHECKPOINTING: str = "none"
 NUM_WORKERS: int = 0
 PREFETCH_FACTOR: int | None = None
-LIMIT_ALL_GATHERS: bool = True
-BACKWARD_PREFETCH: str = "none"
-FORWARD_PREFETCH: bool = False
 
 aten = torch.ops.aten
 # What `selective_op` keeps instead of computing it again: matmuls, and attention on whichever device.
@@ -47,27 +37,6 @@ def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_matmuls)  # type: ignore[no-untyped-call]
-
-
-def group_blocks(blocks: Sequence[nn.Module]) -> list[int]:
-    """Blocks in each FSDP unit: consecutive ones, as many as BUCKET_CAP_MB holds. Call before sharding."""
-    bytes_each = 2 if PRECISION == "bf16" else 4
-    units: list[int] = []
-    filled = 0.0
-    for block in blocks:
-        size_mib = sum(p.numel() for p in block.parameters()) * bytes_each / 2**20
-        if units and filled + size_mib <= BUCKET_CAP_MB:
-            units[-1] += 1
-            filled += size_mib
-        else:
-            units.append(1)
-            filled = size_mib
-    if max(units) != BLOCKS_PER_UNIT:
-        raise ValueError(
-            f"BUCKET_CAP_MB = {BUCKET_CAP_MB} puts {max(units)} of these blocks in a unit, not "
-            f"{BLOCKS_PER_UNIT}: the model is not the one that was tuned. Tune it, or change both."
-        )
-    return units
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -1,25 +1,20 @@
 """Tuned FSDP1 settings in plain PyTorch: `apply` to a model, `make_loader`, `train_step`."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from autotune.export.snippet_common import (
-    BACKWARD_PREFETCH,
-    FORWARD_PREFETCH,
-    GRAD_ACCUM_STEPS,
-    LIMIT_ALL_GATHERS,
-    PRECISION,
-    REDUCE_DTYPE,
-    RESHARD_AFTER_FORWARD,
-    SYNC_EACH_MICRO_BATCH,
-    checkpoint_blocks,
-    group_blocks,
-)
+from autotune.export.snippet_common import PRECISION, checkpoint_blocks
+from autotune.export.snippet_units import group_blocks
+
+REDUCE_DTYPE: str = "fp32"
+RESHARD_AFTER_FORWARD: bool = True
+LIMIT_ALL_GATHERS: bool = True
+BACKWARD_PREFETCH: str = "none"
+FORWARD_PREFETCH: bool = False
 
 
 def apply(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> FullyShardedDataParallel:
@@ -90,27 +85,3 @@ def join_blocks(model: nn.Module, blocks: Sequence[nn.Module], sizes: Sequence[i
         units.insert(0, unit)
         end -= size
     return units
-
-
-def train_step(
-    model: FullyShardedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Any],
-    loss_fn: Callable[[Any, Any], Tensor],
-) -> Tensor:
-    """One optimizer step of GRAD_ACCUM_STEPS micro-batches; the mean loss on this rank.
-
-    Args:
-        batches: from `micro_batches`.
-        loss_fn: (model, batch) -> mean loss; moves the batch to the device with `non_blocking=True`.
-    """
-    losses = []
-    for micro_step in range(GRAD_ACCUM_STEPS):
-        last = micro_step == GRAD_ACCUM_STEPS - 1
-        with contextlib.nullcontext() if last or SYNC_EACH_MICRO_BATCH else model.no_sync():
-            loss = loss_fn(model, next(batches)) / GRAD_ACCUM_STEPS
-            loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).sum()

@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from autotune.export.snippet_common import (
-    GRAD_ACCUM_STEPS,
-    PRECISION,
-    REDUCE_DTYPE,
-    RESHARD_AFTER_FORWARD,
-    SYNC_EACH_MICRO_BATCH,
-    checkpoint_blocks,
-    group_blocks,
-)
+from autotune.export.snippet_common import PRECISION, checkpoint_blocks
+from autotune.export.snippet_units import group_blocks
+
+REDUCE_DTYPE: str = "fp32"
+GRAD_ACCUM_STEPS: int = 1
+SYNC_EACH_MICRO_BATCH: bool = True
+RESHARD_AFTER_FORWARD: bool = True
 
 
 def apply(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FSDPModule:

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from autotune.export.accelerate import BACKWARD_PREFETCH, WRAP_CLASS, wrapping_notes
-from autotune.export.base import Best, Exported, carried_without, comment, header
+from autotune.export.accelerate import BACKWARD_PREFETCH, FIXED, WRAP_CLASS, lost_reduction, wrapping_notes
+from autotune.export.base import Best, Exported, Exporter, carried_without, comment, header, remarks_text
 from autotune.export.lines import JOIN_GROUPS, checkpoint_loop, partial_checkpointing, scripted, shard_groups
-from trials.record import Knobs
+from trials.record import Knobs, checkpoint_stride
 
 FILE_NAME = "training_args.yaml"
-VERSION = "5.24"
+CHECKED = {"transformers": "5.24", "accelerate": "1.15"}
 
 USE = [
     "Use, with your other arguments (output_dir, learning_rate, ...) added to this file:",
@@ -32,20 +32,20 @@ TO_WRITE = [
 ]
 PLUGIN_ARGS = 'args.fsdp_plugin_args["{}"] = {}'
 """Arguments of accelerate's FSDP plugin, which the Trainer makes; for what fsdp_config has no key."""
+SET_POLICY = PLUGIN_ARGS.format("mixed_precision_policy", "{}")
 
 
 def export(best: Best) -> Exported:
     """One file. What the Trainer cannot be told by its arguments is lost."""
-    lost = _lost(best) | scripted(best.knobs)
+    lost = _lost(best) | scripted(best.knobs, but=("fused_optimizer",))
     notes = _notes(best)
-    to_write = [*TO_WRITE, *(f"- {name}: {need}" for name, need in lost.items())] if lost else []
+    wrap_class = WRAP_CLASS.replace("fsdp_transformer", "transformer").replace("accelerate", "the Trainer")
     text = (
-        comment([*header(best, f"Tuned FSDP settings for transformers {VERSION}"), "", *USE])
+        comment([*header(best, "Tuned settings for the Trainer of transformers", CHECKED), "", *USE])
         + yaml.safe_dump(_arguments(best), sort_keys=False)
-        + WRAP_CLASS.replace("fsdp_transformer", "transformer").replace("accelerate", "the Trainer")
+        + ("" if best.knobs.engine == "ddp" else wrap_class)
         + "\n"
-        + (comment(to_write) + "\n" if lost else "")
-        + comment(["Other than measured, though no knob:", *(f"- {note}" for note in notes)])
+        + remarks_text(lost, notes, TO_WRITE)
     )
     return Exported({FILE_NAME: text}, carried_without(lost), lost, notes)
 
@@ -65,13 +65,32 @@ def _arguments(best: Best) -> dict[str, Any]:
     arguments["accelerator_config"] = {"non_blocking": True}
     if knobs.sync_each_micro_batch and knobs.grad_accum_steps > 1:
         arguments["accelerator_config"]["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
-    arguments["fsdp"] = True
-    arguments["fsdp_config"] = {
-        **_engine_keys(knobs),
-        "activation_checkpointing": knobs.activation_checkpointing == "full",
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    # The Trainer's own default is the fused one.
+    arguments["optim"] = "adamw_torch_fused" if knobs.fused_optimizer else "adamw_torch"
+    return arguments | (_ddp_keys(knobs) if knobs.engine == "ddp" else _fsdp_keys(knobs))
+
+
+def _ddp_keys(knobs: Knobs) -> dict[str, Any]:
+    keys: dict[str, Any] = {"ddp_bucket_cap_mb": knobs.bucket_cap_mb, "ddp_find_unused_parameters": False}
+    mode = knobs.activation_checkpointing
+    if mode == "full" or checkpoint_stride(mode):
+        keys["activation_checkpointing"] = True
+        keys["activation_checkpointing_kwargs"] = {
+            "use_reentrant": False,
+            "every_n_layers": checkpoint_stride(mode) or 1,
+        }
+    return keys
+
+
+def _fsdp_keys(knobs: Knobs) -> dict[str, Any]:
+    return {
+        "fsdp": True,
+        "fsdp_config": {
+            **_engine_keys(knobs),
+            "activation_checkpointing": knobs.activation_checkpointing == "full",
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        },
     }
-    return arguments
 
 
 def _engine_keys(knobs: Knobs) -> dict[str, Any]:
@@ -89,13 +108,15 @@ def _engine_keys(knobs: Knobs) -> dict[str, Any]:
 
 def _lost(best: Best) -> dict[str, str]:
     knobs = best.knobs
-    lost = {}
+    lost = lost_reduction(best, SET_POLICY)
     if knobs.engine == "fsdp1" and not knobs.reshard_after_forward:
         # The plugin takes fsdp_config's reshard_after_forward, but FULL_SHARD, its default strategy, comes first.
         line = PLUGIN_ARGS.format("sharding_strategy", '"SHARD_GRAD_OP"')
         lost["reshard_after_forward"] = f"`{line}`; no key of fsdp_config does it with version 1."
     mode = knobs.activation_checkpointing
-    if mode not in ("none", "full"):
+    if knobs.engine == "ddp" and mode == "selective_op":
+        lost["activation_checkpointing"] = f"{partial_checkpointing(mode)}; the Trainer has no such mode."
+    if knobs.engine != "ddp" and mode not in ("none", "full"):
         lost["activation_checkpointing"] = (
             f"{partial_checkpointing(mode)}; fsdp_config checkpoints all blocks or none. (every_n_layers is of "
             "transformers' own checkpointing, which with FSDP may gather weights once more.)"
@@ -126,16 +147,34 @@ def _lost_grouping(best: Best) -> dict[str, str]:
 
 
 def _notes(best: Best) -> tuple[str, ...]:
+    is_ddp = best.knobs.engine == "ddp"
     notes = [
-        "On CPU the Trainer does not shard, without a word.",
+        *([] if is_ddp else ["On CPU the Trainer does not shard, without a word."]),
         "The Trainer clips gradients, which takes a reduction over all ranks; measured: no clipping, as by "
         "max_grad_norm: 0.",
         "An IterableDataset is read by rank 0 for all ranks; measured: each rank reads, as by dispatch_batches: false "
         "in accelerator_config.",
-        *wrapping_notes(best, PLUGIN_ARGS.format("mixed_precision_policy", "{}")),
+        *wrapping_notes(best, SET_POLICY),
     ]
     if best.precision == "fp32":
         notes.append("from_pretrained keeps the dtype of the checkpoint; measured: fp32, as by dtype=torch.float32.")
     if best.knobs.engine == "fsdp1":
-        notes.append(f"transformers {VERSION} warns that it will drop FSDP1.")
+        notes.append("transformers warns that it will drop FSDP1.")
+    if is_ddp:
+        notes.append(
+            "The Trainer's DDP holds each gradient twice, in the bucket and beside it; measured: once "
+            "(gradient_as_bucket_view), so it takes 4 bytes a parameter more than was measured."
+        )
     return tuple(notes)
+
+
+EXPORTER = Exporter(
+    export,
+    CHECKED,
+    {
+        "fsdp2": FIXED,
+        "fsdp1": FIXED,
+        "ddp": {"sync_each_micro_batch": (False,)},
+    },
+    bf16_reduces_in="bf16",
+)

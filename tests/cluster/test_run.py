@@ -174,8 +174,8 @@ def test_show_and_export_read_the_run(finished: Path) -> None:
     for target in ("plain", "transformers", "accelerate"):
         exported = autotune("export", "run", "--to", target, cwd=finished)
         assert exported.returncode == 0, exported.stderr
-        assert "carried: " in exported.stdout
-    assert "not carried: micro_batch_size" in exported.stdout
+        assert "carried" in exported.stdout
+    assert "lost" in exported.stdout
     for target, files in (("accelerate", ["mine.yaml"]), ("plain", ["autotune_best.py", "mine.yaml"])):
         autotune("export", "run", "--to", target, "-o", f"{target}/mine.yaml", cwd=finished)
         assert sorted(path.name for path in (finished / target).iterdir()) == files

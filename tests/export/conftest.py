@@ -15,6 +15,7 @@ import pytest
 from autotune.export import Best
 from trials.record import Knobs
 
+FSDP = ("fsdp2", "fsdp1")
 DEADLINE_S = 200.0
 """No test measures time: this only ends a hang."""
 
@@ -75,3 +76,13 @@ def fsdp1(best: Best) -> Best:
         best.knobs, engine="fsdp1", limit_all_gathers=False, backward_prefetch="post", forward_prefetch=True
     )
     return replace(best, knobs=knobs)
+
+
+def ddp(best: Best) -> Best:
+    """The same settings for DDP."""
+    return replace(best, knobs=replace(best.knobs, engine="ddp", bucket_cap_mb=25.0))
+
+
+def settings(best: Best, engine: str) -> Best:
+    """The same settings for `engine`."""
+    return {"fsdp2": lambda it: it, "fsdp1": fsdp1, "ddp": ddp}[engine](best)

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.export import ENGINES, Best, export, snippet_fsdp1
-from autotune.export.accelerate import FILE_NAME, VERSION
+from autotune.export import Best, export, snippet_fsdp1
+from autotune.export.accelerate import CHECKED, FILE_NAME
 
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.commands.config.config_args import load_config_from_file  # noqa: E402
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
 from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: E402
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy  # noqa: E402
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy  # noqa: E402
 
-from .conftest import fsdp1  # noqa: E402
+from .conftest import FSDP, ddp, fsdp1  # noqa: E402
 
 
 def write(best: Best, folder: Path) -> Path:
@@ -53,10 +54,10 @@ def plugin_on_cpu(monkeypatch: pytest.MonkeyPatch) -> FullyShardedDataParallelPl
 
 
 def test_this_is_the_version_whose_meaning_was_checked() -> None:
-    assert accelerate.__version__.startswith(f"{VERSION}.")
+    assert accelerate.__version__.startswith(f"{CHECKED['accelerate']}.")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_every_key_is_one_the_launcher_knows(engine: str, best: Best, tmp_path: Path) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     config = load_config_from_file(str(write(best, tmp_path)))
@@ -143,8 +144,8 @@ def test_the_line_for_limit_all_gathers_keeps_what_the_file_says(
     assert (plugin.fsdp_version, plugin.sharding_strategy) == (1, ShardingStrategy.SHARD_GRAD_OP)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bf16_reduces_in_bf16_as_the_note_says(
+@pytest.mark.parametrize("engine", FSDP)
+def test_bf16_reduces_in_bf16_so_another_dtype_is_lost(
     engine: str, best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
@@ -156,8 +157,20 @@ def test_bf16_reduces_in_bf16_as_the_note_says(
     if engine == "fsdp1":
         assert plugin.mixed_precision_policy.buffer_dtype is torch.bfloat16
         assert any("casts buffers to bf16" in note for note in export("accelerate", best).notes)
-    assert any("reduces gradients in bf16" in note for note in export("accelerate", best).notes)
-    assert not any("bf16" in note for note in export("accelerate", replace(best, precision="fp32")).notes)
+    assert "accelerate's bf16 reduces in bf16" in export("accelerate", best).lost["reduce_dtype"]
+    for other in (
+        replace(best, precision="fp32"),
+        replace(best, knobs=replace(best.knobs, reduce_dtype="bf16")),
+    ):
+        assert "reduce_dtype" in export("accelerate", other).carried
+
+    names = {"torch": torch, "MixedPrecision": MixedPrecision, "MixedPrecisionPolicy": MixedPrecisionPolicy}
+    line = export("accelerate", best).lost["reduce_dtype"].split("`")[1]
+    assert line.startswith("Accelerator(fsdp_plugin=") and line.endswith(")")
+    names["FullyShardedDataParallelPlugin"] = FullyShardedDataParallelPlugin
+    plugin = eval(line.removeprefix("Accelerator(fsdp_plugin=").removesuffix(")"), names)
+    plugin.set_mixed_precision(environment["ACCELERATE_MIXED_PRECISION"])
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.float32
 
 
 def test_the_block_class_arrives_once_it_is_written(
@@ -192,7 +205,7 @@ def test_lost_is_what_the_script_sets_and_what_accelerate_cannot_do(
 ) -> None:
     exported = export("accelerate", replace(best, knobs=replace(best.knobs, **change)))
     script = {"micro_batch_size", "grad_accum_steps", "num_workers", "prefetch_factor"}
-    assert set(exported.lost) == script | lost
+    assert set(exported.lost) == script | lost | {"reduce_dtype"}
 
 
 def test_lost_lines_hold_the_tuned_values(best: Best) -> None:
@@ -278,3 +291,18 @@ def test_partial_checkpointing_is_off_in_the_file_and_a_line_in_the_script(
     assert f"`{line}`" in export("accelerate", best).lost["activation_checkpointing"]
     launch(write(best, tmp_path), monkeypatch)
     assert FullyShardedDataParallelPlugin().activation_checkpointing is False
+
+
+def test_ddp_is_launched_without_fsdp_and_its_bucket_is_a_line_in_the_script(
+    best: Best, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = ddp(best)
+    args, environment = launch(write(best, tmp_path), monkeypatch)
+    assert args.multi_gpu and not args.use_fsdp and "ACCELERATE_USE_FSDP" not in environment
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    exported = export("accelerate", best)
+    script = {"micro_batch_size", "grad_accum_steps", "num_workers", "prefetch_factor"}
+    assert set(exported.lost) == script | {"activation_checkpointing", "bucket_cap_mb"}
+    handler = exported.lost["bucket_cap_mb"].split("[")[1].split("]")[0]
+    kwargs = eval(handler, {"DistributedDataParallelKwargs": DistributedDataParallelKwargs})
+    assert (kwargs.bucket_cap_mb, kwargs.gradient_as_bucket_view) == (25.0, True)

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
-from autotune.export import ENGINES, Best, export
-from autotune.export.plain import MEANING, SNIPPET_NAME, YAML_NAME
+from autotune.export import Best, export
+from autotune.export.plain import SNIPPET_NAME, YAML_NAME
+from autotune.export.snippet import MEANING
 from trials import wrap
+from trials.engines import ddp as ddp_engine
 from trials.engines import fsdp2
 from trials.models import DecoderWorkload
 from trials.record import FSDP1_KNOBS, KNOB_NAMES, Knobs, group_blocks, unit_cap_mb
 
-from .conftest import fsdp1
+from .conftest import FSDP, ddp, fsdp1
 
 NUM_LAYERS = 4
 SEQ_LEN = 16
@@ -81,13 +83,13 @@ def test_yaml_reads_back_into_the_same_knobs(best: Best) -> None:
             assert (f"  # {MEANING[name]}\n  {name}: " in text) == known
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_nothing_is_lost(engine: str, best: Best) -> None:
     exported = export("plain", best if engine == "fsdp2" else fsdp1(best))
     assert exported.lost == {} and exported.carried == KNOB_NAMES
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_snippet_imports_only_torch_and_has_every_knob_of_its_engine(engine: str, best: Best) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     tree = ast.parse(export("plain", best).files[SNIPPET_NAME])
@@ -214,3 +216,54 @@ def test_loader(num_workers: int, prefetch_factor: int | None, best: Best, mesh:
         batches: Iterator[Any] = snippet.micro_batches(loader)
         epochs = [torch.cat([next(batches)[0], next(batches)[0]]).tolist() for _ in range(2)]
         assert epochs[0] != epochs[1] and all(len(set(epoch)) == 16 for epoch in epochs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("checkpointing", ["full", "every_2"])
+def test_snippet_of_ddp_wraps_and_trains_as_the_trials_do(
+    checkpointing: str, precision: str, best: Best, workload: DecoderWorkload, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    knobs = replace(
+        ddp(best).knobs,
+        bucket_cap_mb=12.5,
+        activation_checkpointing=checkpointing,
+        sync_each_micro_batch=False,
+        grad_accum_steps=3,
+    )
+    exported = replace(best, knobs=knobs, precision=precision)
+    assert export("plain", exported).lost == {}
+    snippet = load_snippet(exported, tmp_path)
+    model, reference = build(workload), build(workload)
+    names = wrap.block_names(model, workload.blocks(model))
+    wrapped = snippet.apply(model, workload.blocks(model), torch.device("cpu"))
+
+    blocks = [model.get_submodule(name) for name in names]
+    read = ddp_engine.read(wrapped, blocks) | {"activation_checkpointing": wrap.read_checkpointing(blocks)}
+    assert read == {name: getattr(knobs, name) for name in read}
+    assert wrapped.gradient_as_bucket_view
+
+    synced: list[bool] = []
+
+    def loss_fn(replica: Any, batch: Tensor) -> Tensor:
+        synced.append(replica.require_backward_grad_sync)
+        return workload.loss(replica, batch)
+
+    snippet.train_step(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), tokens(), loss_fn)
+    assert synced == [False, False, True]
+
+    batches = tokens()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = workload.loss(reference, next(batches))
+        (loss / 3).backward()
+    optimizer.step()
+    for expected, trained in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected, rtol=0.05, atol=1e-3 if precision == "bf16" else 1e-6)
+
+
+def test_yaml_of_ddp_has_the_knobs_of_its_engine(best: Best) -> None:
+    values = yaml.safe_load(export("plain", ddp(best)).files[YAML_NAME])["knobs"]
+    absent = {"reshard_after_forward": None, "blocks_per_unit": None}
+    assert not set(values) & set(absent)
+    assert Knobs.from_dict(values | absent) == ddp(best).knobs

@@ -12,10 +12,10 @@ import torch
 import yaml
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
-from autotune.export import ENGINES, Best, export, snippet_fsdp1
-from autotune.export.transformers import FILE_NAME, VERSION
+from autotune.export import Best, export, snippet_fsdp1
+from autotune.export.transformers import CHECKED, FILE_NAME
 
-from .conftest import fsdp1
+from .conftest import FSDP, ddp, fsdp1
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -63,14 +63,14 @@ def strategy_of(plugin: FullyShardedDataParallelPlugin) -> ShardingStrategy:
 
 
 def test_this_is_the_version_whose_meaning_was_checked() -> None:
-    assert transformers.__version__.startswith(f"{VERSION}.")
+    assert transformers.__version__.startswith(f"{CHECKED['transformers']}.")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_batches_loader_and_precision_arrive(
     engine: str, sync: bool, accumulation: int, workers: int, precision: str, best: Best, tmp_path: Path
 ) -> None:
@@ -109,7 +109,7 @@ def test_memory_is_pinned_except_where_transformers_itself_unpins_it(best: Best,
 def test_settings_of_fsdp2_arrive_in_the_plugin(reshard: bool, checkpointing: str, best: Best, tmp_path: Path) -> None:
     knobs = replace(best.knobs, reshard_after_forward=reshard, activation_checkpointing=checkpointing)
     best = replace(best, knobs=knobs)
-    assert export("transformers", best).lost == {}
+    assert set(export("transformers", best).lost) == {"reduce_dtype"}
     args = parse(write(best, tmp_path))
     plugin = plugin_of(args)
     assert args.fsdp is True
@@ -144,7 +144,7 @@ def test_settings_of_fsdp1_arrive_in_the_plugin(
         "reshard_after_forward": True,
     }
     best = replace(best, knobs=replace(fsdp1(best).knobs, **changes))
-    assert export("transformers", best).lost == {}
+    assert set(export("transformers", best).lost) == {"reduce_dtype"}
     plugin = plugin_of(parse(write(best, tmp_path)))
     assert plugin.fsdp_version == 1
     assert strategy_of(plugin) is ShardingStrategy.FULL_SHARD
@@ -158,7 +158,7 @@ def test_settings_of_fsdp1_arrive_in_the_plugin(
 def test_fsdp1_keeps_weights_only_by_the_line_in_the_script(best: Best, tmp_path: Path) -> None:
     best = fsdp1(best)
     line = 'args.fsdp_plugin_args["sharding_strategy"] = "SHARD_GRAD_OP"'
-    assert set(export("transformers", best).lost) == {"reshard_after_forward"}
+    assert set(export("transformers", best).lost) == {"reshard_after_forward", "reduce_dtype"}
     assert f"`{line}`" in export("transformers", best).lost["reshard_after_forward"]
     args = parse(write(best, tmp_path))
     assert strategy_of(plugin_of(args)) is ShardingStrategy.FULL_SHARD
@@ -199,8 +199,8 @@ def test_an_unknown_argument_is_refused(best: Best, tmp_path: Path) -> None:
         parse(write(best, tmp_path, no_such_argument=1))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bf16_reduces_in_bf16_and_the_line_of_the_note_changes_it(engine: str, best: Best, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", FSDP)
+def test_bf16_reduces_in_bf16_and_the_line_in_the_script_changes_it(engine: str, best: Best, tmp_path: Path) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     args = parse(write(best, tmp_path))
     plugin = plugin_of(args)
@@ -208,16 +208,16 @@ def test_bf16_reduces_in_bf16_and_the_line_of_the_note_changes_it(engine: str, b
     assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
     assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
 
-    (note,) = [note for note in export("transformers", best).notes if "reduces gradients in bf16" in note]
+    line = export("transformers", best).lost["reduce_dtype"].split("`")[1]
     names = {"torch": torch, "MixedPrecision": MixedPrecision, "MixedPrecisionPolicy": MixedPrecisionPolicy}
-    exec(note.split("`")[1], {"args": args, **names})
+    exec(line, {"args": args, **names})
     plugin = plugin_of(args)
     plugin.set_mixed_precision(args.mixed_precision)
     assert plugin.mixed_precision_policy.reduce_dtype is torch.float32
 
-    notes = export("transformers", replace(best, precision="fp32")).notes
-    assert not any("bf16" in note for note in notes)
-    assert any("dtype=torch.float32" in note for note in notes)
+    in_fp32 = export("transformers", replace(best, precision="fp32"))
+    assert "reduce_dtype" in in_fp32.carried and not any("bf16" in note for note in in_fp32.notes)
+    assert any("dtype=torch.float32" in note for note in in_fp32.notes)
 
 
 def test_the_block_class_arrives_once_it_is_written(best: Best, tmp_path: Path) -> None:
@@ -249,16 +249,44 @@ def test_the_block_class_arrives_once_it_is_written(best: Best, tmp_path: Path) 
         ({"activation_checkpointing": "selective_op"}, {"activation_checkpointing"}),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_lost_is_what_the_arguments_cannot_say(engine: str, change: dict[str, Any], lost: set[str], best: Best) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     exported = export("transformers", replace(best, knobs=replace(best.knobs, **change)))
-    assert set(exported.lost) == lost | ({"reshard_after_forward"} if engine == "fsdp1" else set())
+    engine_lacks = {"reshard_after_forward"} if engine == "fsdp1" else set()
+    assert set(exported.lost) == lost | engine_lacks | {"reduce_dtype"}
 
 
 @pytest.mark.parametrize("mode", ["every_2", "selective_op"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", FSDP)
 def test_partial_checkpointing_is_off_in_the_file(engine: str, mode: str, best: Best, tmp_path: Path) -> None:
     best = best if engine == "fsdp2" else fsdp1(best)
     best = replace(best, knobs=replace(best.knobs, activation_checkpointing=mode))
     assert plugin_of(parse(write(best, tmp_path))).activation_checkpointing is False
+
+
+@pytest.mark.parametrize(("fused", "optim"), [(False, "adamw_torch"), (True, "adamw_torch_fused")])
+def test_the_trainers_own_default_optimizer_is_never_left_to_it(
+    fused: bool, optim: str, best: Best, tmp_path: Path
+) -> None:
+    assert TrainingArguments(output_dir=str(tmp_path), use_cpu=True).optim == "adamw_torch_fused"
+    args = parse(write(replace(best, knobs=replace(best.knobs, fused_optimizer=fused)), tmp_path))
+    assert args.optim == optim
+
+
+@pytest.mark.parametrize(("mode", "every"), [("none", None), ("full", 1), ("every_3", 3)])
+def test_settings_of_ddp_arrive(mode: str, every: int | None, best: Best, tmp_path: Path) -> None:
+    best = ddp(best)
+    best = replace(best, knobs=replace(best.knobs, activation_checkpointing=mode, bucket_cap_mb=12.5))
+    assert export("transformers", best).lost == {}
+    args = parse(write(best, tmp_path))
+    assert args.fsdp_plugin_args is None
+    assert args.ddp_bucket_cap_mb == 12.5 and args.ddp_find_unused_parameters is False
+    assert args.activation_checkpointing is (every is not None)
+    assert (args.activation_checkpointing_kwargs or {}).get("every_n_layers") == every
+
+
+def test_selective_checkpointing_under_ddp_is_lost(best: Best) -> None:
+    best = ddp(best)
+    knobs = replace(best.knobs, activation_checkpointing="selective_op")
+    assert set(export("transformers", replace(best, knobs=knobs)).lost) == {"activation_checkpointing"}

@@ -15,7 +15,8 @@ from autotune.export.plain import SNIPPET_NAME
 from autotune.export.transformers import FILE_NAME
 from trials.record import Knobs
 
-from .conftest import fsdp1, run_ranks
+from .conftest import run_ranks
+from .conftest import settings as settings_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp1_every_2": {"engine": "fsdp1", "activation_checkpointing": "every_2"},
     "fsdp1_grouped": {"engine": "fsdp1", "blocks_per_unit": 2, "bucket_cap_mb": 2 * BLOCK_MIB},
     "fsdp1_bf16": {"engine": "fsdp1", "precision": "bf16"},
+    "ddp": {"engine": "ddp", "bucket_cap_mb": 12.5, "num_workers": 1, "prefetch_factor": 3},
+    "ddp_every_2": {"engine": "ddp", "activation_checkpointing": "every_2", "sync_each_micro_batch": True},
 }
 
 
@@ -48,8 +51,7 @@ def settings(name: str) -> Best:
         seq_len=16,
         evidence=[],
     )
-    if changes.pop("engine", "") == "fsdp1":
-        best = fsdp1(best)
+    best = settings_of(best, changes.pop("engine", "fsdp2"))
     return replace(best, knobs=replace(best.knobs, **changes))
 
 
@@ -88,8 +90,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         exported = export("transformers", best)
         text, lines = followed(name, exported.files[FILE_NAME], exported.lost)
         if name == "fsdp1_bf16":
-            (reduction,) = [note for note in exported.notes if "reduces gradients in bf16" in note]
-            lines += "\n" + reduction.split("`")[1]
+            lines += "\n" + exported.lost["reduce_dtype"].split("`")[1]
         (folder / f"{name}.yaml").write_text(text + yaml.safe_dump(own))
         (folder / f"{name}.lines").write_text(lines)
     (folder / SNIPPET_NAME).write_text(export("plain", settings("fsdp1_grouped")).files[SNIPPET_NAME])
@@ -111,9 +112,12 @@ def test_the_trainer_does_what_was_tuned(name: str, seen: list[dict[str, Any]]) 
         assert found["synced"] == [knobs.sync_each_micro_batch, True] * MAX_STEPS
         assert found["num_workers"] == knobs.num_workers
         assert found["prefetch_factor"] == knobs.prefetch_factor
-        assert found["blocks"] == [knobs.blocks_per_unit] * (4 // knobs.blocks_per_unit)
         every = {"none": 5, "full": 1, "every_2": 2}[knobs.activation_checkpointing]
         assert found["checkpointed"] == [every < 5 and i % every == 0 for i in range(4)]
+        if knobs.engine == "ddp":
+            assert found["bucket_cap_mb"] == knobs.bucket_cap_mb
+            continue
+        assert found["blocks"] == [knobs.blocks_per_unit] * (4 // knobs.blocks_per_unit)
         if knobs.engine == "fsdp2":
             assert found["reshard_after_forward"] == [knobs.reshard_after_forward] * 4
         else:
@@ -123,7 +127,7 @@ def test_the_trainer_does_what_was_tuned(name: str, seen: list[dict[str, Any]]) 
             assert found["forward_prefetch"] is knobs.forward_prefetch
 
 
-def test_bf16_reduces_in_bf16_unless_the_line_of_the_note_is_written(seen: list[dict[str, Any]]) -> None:
+def test_bf16_reduces_in_bf16_unless_the_line_in_the_script_is_written(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank["fsdp2_bf16"]["reduce_dtype"] == "torch.bfloat16"
         assert rank["fsdp1_bf16"]["reduce_dtype"] == "torch.float32"

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -70,6 +71,15 @@ def read(model: nn.Module) -> dict[str, Any]:
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     wrapper_of = {id(block): w for w in wrappers for block in w.modules() if block in blocks}
     found: dict[str, Any] = {"engine": "none", "checkpointed": [id(block) in wrapper_of for block in blocks]}
+    if isinstance(model, DistributedDataParallel):
+        return found | {
+            "engine": "ddp",
+            "checkpointed": [
+                block.gradient_checkpointing for block in blocks
+            ],  # transformers' own, which wraps nothing
+            "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+            "synced": model.require_backward_grad_sync,
+        }
     units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     if units:
         unit = units[-1]
@@ -101,7 +111,7 @@ def train(path: Path) -> dict[str, Any]:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     (args,) = HfArgumentParser(TrainingArguments).parse_yaml_file(str(path))
-    if args.fsdp_plugin_args["fsdp_version"] == 1:
+    if args.fsdp_plugin_args and args.fsdp_plugin_args["fsdp_version"] == 1:
         args.fsdp_plugin_args["sync_module_states"] = False  # needs a GPU
     model = build()
     names = {

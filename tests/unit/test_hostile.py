@@ -84,6 +84,9 @@ def test_hostile_words_stay_inside_comments(tmp_path: Path, target: str) -> None
     exported = export(target, to_exportable(read_best(write(tmp_path / "run", content))))
     for name, text in exported.files.items():
         assert "/" not in name
+        if name.endswith(".json"):  # has no comments, so they are one key
+            assert {key for key, value in json.loads(text).items() if "owned" in str(value)} == {"_comment"}
+            continue
         for line in text.splitlines():
             assert "owned" not in line or line.startswith("#")
             assert "evil" not in line or line.startswith("#")

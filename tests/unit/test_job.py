@@ -171,6 +171,20 @@ def test_exporting_bf16_reduces_as_the_trainer_does(trainer: str) -> None:
         make_job(training={"precision": "bf16", "reduce_dtype": "fp32"}, export_for=trainer)
 
 
+def test_a_trainer_that_decides_no_dtype_leaves_it_to_the_job() -> None:
+    assert make_job(training={"precision": "bf16"}, export_for="torchtitan").reduce_dtype == "fp32"
+    assert (
+        make_job(training={"precision": "bf16", "reduce_dtype": "bf16"}, export_for="lightning").reduce_dtype == "bf16"
+    )
+    with pytest.raises(UserError, match="torchtitan's bf16 reduces gradients in fp32"):
+        make_job(training={"precision": "bf16", "reduce_dtype": "bf16"}, export_for="torchtitan")
+
+
+def test_a_trainer_that_is_not_known_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"export_for: 'torchtitian': no such trainer; did you mean torchtitan\?"):
+        make_job(export_for="torchtitian")
+
+
 def hf_job(tmp_path: Path, config: object) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(QUICK | {"model": {"workload": "hf", "config": config, "seq_len": 256}}))

@@ -92,18 +92,65 @@ def test_a_stride_beyond_the_blocks_is_the_same_as_the_last_one_that_differs() -
     ] == ("full",)
 
 
-@pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
+@pytest.mark.parametrize("trainer", ["accelerate", "transformers", "axolotl", "torchtitan"])
 def test_export_for_pins_what_the_trainer_decides(trainer: str) -> None:
     configs = list(make_space(export_for=trainer).configs())
     assert {c.activation_checkpointing for c in configs} == {"none", "full"}
     assert {c.blocks_per_unit for c in configs} == {1}
-    assert all(c.sync_each_micro_batch == (c.grad_accum_steps == 1) for c in configs)
+    # torchtitan reduces after every micro-step, the others after the last.
+    on_every = trainer == "torchtitan"
+    assert all(c.sync_each_micro_batch == (c.grad_accum_steps == 1 or on_every) for c in configs)
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "deepspeed"])
+def test_export_for_leaves_alone_what_the_trainer_can_be_handed(trainer: str) -> None:
+    configs = list(make_space(export_for=trainer).configs())
+    assert {c.activation_checkpointing for c in configs} == {"none", "selective_op", "every_2", "full"}
+    assert len({c.blocks_per_unit for c in configs}) > 1
+    assert all(c.sync_each_micro_batch for c in configs)
+
+
+def test_export_for_plain_pins_nothing() -> None:
+    assert list(make_space(export_for="plain").configs()) == list(make_space().configs())
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
 def test_export_for_refuses_a_space_that_the_trainer_cannot_take(trainer: str) -> None:
     with pytest.raises(UserError, match="it has none and full"):
         make_space(export_for=trainer, space={"activation_checkpointing": ["every_2"]})
+    with pytest.raises(
+        UserError, match=r"none of space.sync_each_micro_batch = \[True\] can be handed to it\n.*it has False"
+    ):
+        make_space(export_for=trainer, space={"sync_each_micro_batch": [True]})
+
+
+def test_what_export_for_leaves_out_of_a_list_is_said() -> None:
+    space = make_space(
+        export_for="torchtitan", space={"keep_last_units": [0, 1], "sync_each_micro_batch": [True, False]}
+    )
+    assert "space.keep_last_units: torchtitan cannot be handed 1" in space.notes
+    assert "space.sync_each_micro_batch: torchtitan cannot be handed False" in space.notes
+    assert {config.keep_last_units for config in space.configs()} == {0}
+
+
+def test_engines_of_one_trainer_that_reduce_at_different_times_each_get_their_own() -> None:
+    """Lightning holds gradients back under DDP, and cannot under FSDP2."""
+    space = make_space(export_for="lightning", training={"engines": ["fsdp2", "ddp"]})
+    configs = [config for config in space.configs() if config.grad_accum_steps > 1]
+    assert {(config.engine, config.sync_each_micro_batch) for config in configs} == {("fsdp2", True), ("ddp", False)}
+    for config in configs:
+        assert space.contains(config)
+        assert all(
+            other.sync_each_micro_batch == (other.engine == "fsdp2") or other.grad_accum_steps == 1
+            for other in space.neighbours(config)
+        )
+
+
+@pytest.mark.parametrize(("trainer", "sync"), [("accelerate", False), ("torchtitan", True), (None, True)])
+def test_the_baseline_reduces_as_the_trainer_does_unless_it_says_otherwise(trainer: str | None, sync: bool) -> None:
+    assert make_space(export_for=trainer).baseline.sync_each_micro_batch is sync
+    given = make_space(export_for=trainer, baseline={"sync_each_micro_batch": not sync})
+    assert given.baseline.sync_each_micro_batch is not sync
 
 
 BOTH: dict[str, Any] = {
@@ -302,6 +349,9 @@ def test_a_job_of_ddp_alone_can_be_read_again_as_it_is_written(tmp_path: Path) -
     assert load_job(str(tmp_path / "job.yaml")) == job
 
 
-def test_settings_of_ddp_cannot_be_tuned_for_an_export() -> None:
-    with pytest.raises(UserError, match="settings of ddp cannot be exported"):
-        make_job(training={"engines": ["fsdp2", "ddp"]}, export_for="accelerate")
+def test_an_engine_that_the_trainer_has_not_cannot_be_tuned_for_it() -> None:
+    with pytest.raises(
+        UserError, match=r"export_for = torchtitan: it has fsdp2, so settings of ddp \(training.engines\)"
+    ):
+        make_job(training={"engines": ["fsdp2", "ddp"]}, export_for="torchtitan")
+    assert make_job(training={"engines": ["fsdp2", "ddp"]}, export_for="accelerate").export_for == "accelerate"

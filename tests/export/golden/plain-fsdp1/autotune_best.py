@@ -2,6 +2,7 @@
 # For 16 ranks, bf16, and 256 sequences of 2048 tokens per optimizer step over all ranks.
 # measured: 1234 tokens/s per rank, MFU 0.31 (95 % interval 0.30 to 0.32), 2026-11-29
 # job: "quickstart": 4 ranks
+# What each key does was checked with torch 2.13.
 #
 # model = autotune_best.apply(model, list(model.layers), torch.device("cuda", local_rank))
 # optimizer = torch.optim.AdamW(model.parameters())
@@ -27,8 +28,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 PRECISION = "bf16"
 # of the gradient reduction
 REDUCE_DTYPE = "fp32"
-# fsdp2: torch.distributed.fsdp.fully_shard; fsdp1: FullyShardedDataParallel
-ENGINE = "fsdp1"
 # sequences per rank and micro-step
 MICRO_BATCH_SIZE = 8
 # micro-steps per optimizer step
@@ -47,6 +46,8 @@ ACTIVATION_CHECKPOINTING = "full"
 NUM_WORKERS = 2
 # batches that each worker keeps ready; none without workers
 PREFETCH_FACTOR = 4
+# fsdp2: torch.distributed.fsdp.fully_shard; fsdp1: FullyShardedDataParallel; ddp
+ENGINE = "fsdp1"
 # whether the CPU thread waits before it queues a third all-gather
 LIMIT_ALL_GATHERS = False
 # when backward gathers the next unit: pre or post this one's gradients, or none
@@ -75,27 +76,6 @@ def _keep_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_matmuls)
-
-
-def group_blocks(blocks: Sequence[nn.Module]) -> list[int]:
-    """Blocks in each FSDP unit: consecutive ones, as many as BUCKET_CAP_MB holds. Call before sharding."""
-    bytes_each = 2 if PRECISION == "bf16" else 4
-    units: list[int] = []
-    filled = 0.0
-    for block in blocks:
-        size_mib = sum(p.numel() for p in block.parameters()) * bytes_each / 2**20
-        if units and filled + size_mib <= BUCKET_CAP_MB:
-            units[-1] += 1
-            filled += size_mib
-        else:
-            units.append(1)
-            filled = size_mib
-    if max(units) != BLOCKS_PER_UNIT:
-        raise ValueError(
-            f"BUCKET_CAP_MB = {BUCKET_CAP_MB} puts {max(units)} of these blocks in a unit, not "
-            f"{BLOCKS_PER_UNIT}: the model is not the one that was tuned. Tune it, or change both."
-        )
-    return units
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -133,6 +113,27 @@ def micro_batches(loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
         yield from loader
+
+
+def group_blocks(blocks: Sequence[nn.Module]) -> list[int]:
+    """Blocks in each FSDP unit: consecutive ones, as many as BUCKET_CAP_MB holds. Call before sharding."""
+    bytes_each = 2 if PRECISION == "bf16" else 4
+    units: list[int] = []
+    filled = 0.0
+    for block in blocks:
+        size_mib = sum(p.numel() for p in block.parameters()) * bytes_each / 2**20
+        if units and filled + size_mib <= BUCKET_CAP_MB:
+            units[-1] += 1
+            filled += size_mib
+        else:
+            units.append(1)
+            filled = size_mib
+    if max(units) != BLOCKS_PER_UNIT:
+        raise ValueError(
+            f"BUCKET_CAP_MB = {BUCKET_CAP_MB} puts {max(units)} of these blocks in a unit, not "
+            f"{BLOCKS_PER_UNIT}: the model is not the one that was tuned. Tune it, or change both."
+        )
+    return units
 
 
 def apply(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> FullyShardedDataParallel:
@@ -206,7 +207,7 @@ def join_blocks(model: nn.Module, blocks: Sequence[nn.Module], sizes: Sequence[i
 
 
 def train_step(
-    model: FullyShardedDataParallel,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Any],
     loss_fn: Callable[[Any, Any], Tensor],
@@ -214,6 +215,7 @@ def train_step(
     """One optimizer step of GRAD_ACCUM_STEPS micro-batches; the mean loss on this rank.
 
     Args:
+        model: what `apply` returned.
         batches: from `micro_batches`.
         loss_fn: (model, batch) -> mean loss; moves the batch to the device with `non_blocking=True`.
     """

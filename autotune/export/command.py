@@ -1,0 +1,81 @@
+"""What `autotune export` does: reads a run's winner, makes the files, writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.best import read_best, to_exportable
+from autotune.errors import UserError
+from autotune.export import Best, Exported, export, exporter
+
+INCOMPLETE = "--incomplete"
+
+
+@dataclass(frozen=True)
+class Written:
+    """An export and where it lies."""
+
+    best: Best
+    exported: Exported
+    paths: list[Path]
+    warnings: tuple[str, ...]
+    """What to know before relying on it."""
+
+
+def export_run(run: Path, target: str, output: Path | None, incomplete: bool) -> Written:
+    """Writes the winner of `run` for the trainer called `target`.
+
+    Args:
+        output: the file to write, further ones beside it; or a folder that exists. None: RUN/export/TARGET/.
+        incomplete: take the best so far of a run that has not ended.
+
+    Raises:
+        UserError: no such trainer; a run that has not ended or has no winner; settings that the trainer cannot take; a
+            file that cannot be written.
+    """
+    trainer = exporter(target)  # before the run is read: a wrong name is seen at once
+    content = _winner(run, incomplete)
+    best = to_exportable(content)
+    exported = export(target, best)
+    warnings = (*_of_the_run(content), *trainer.warnings)
+    return Written(best, exported, _write(exported, run, target, output), warnings)
+
+
+def _winner(run: Path, incomplete: bool) -> dict[str, Any]:
+    if (run / "history").is_dir() and not (run / "best.yaml").exists():
+        raise UserError(
+            f"{run}: this run has no winner: none of its configs was measured and fitted",
+            f"`autotune show {run}` says how each ended; `autotune run {run}/job.yaml --resume` goes on with it",
+        )
+    content = read_best(run)
+    if not content["complete"] and not incomplete:
+        raise UserError(
+            f"{run}: this run has not ended: its best config so far was compared with nothing",
+            f"`autotune run {run}/job.yaml --resume` goes on with it; or give {INCOMPLETE} to export it all the same",
+        )
+    return content
+
+
+def _of_the_run(content: dict[str, Any]) -> list[str]:
+    said = []
+    if not content["complete"]:
+        said.append("the run has not ended: this is the best config so far, compared with nothing")
+    elif content["settings"] == content["baseline"]["settings"]:
+        said.append("nothing beat the baseline: these are its settings")
+    return said
+
+
+def _write(exported: Exported, run: Path, target: str, output: Path | None) -> list[Path]:
+    folder = output if output is not None else run / "export" / target
+    names = list(exported.files)
+    if output is not None and not output.is_dir():
+        folder, names[0] = output.parent, output.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(names, exported.files.values(), strict=True):
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}", "give a file you can write by --output") from error
+    return [folder / name for name in names]
