@@ -401,7 +401,7 @@ class Job(Section):
     baseline: Baseline = Baseline()
     budget: Budget = Budget()
     measure: MeasureSettings = MeasureSettings()
-    sampler: Literal["tpe", "gp", "random", "residual"] = "tpe"
+    sampler: Literal["residual", "gp", "tpe", "random"] = "residual"
     export_for: str | None = None
     """A trainer that `autotune export --to` knows: pins, before the search, the knobs that it decides itself."""
     seed: Annotated[int, Field(ge=0)] = 0

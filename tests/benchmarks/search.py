@@ -260,14 +260,14 @@ def _all_of(job: tuple[str, int, tuple[tuple[str, int], ...]]) -> dict[tuple[str
 def report(console: Console, found: Found, json_file: Path | None) -> None:
     table = Table(title=f"Search: {NEAR:.0%} of the true optimum; OOMs and regrets are means")
     for column in ("strategy", "at once", "runs", "median trials", *(f"within {k}" for k in SHARES_AT)):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=column == "strategy")
     for column in (*(f"regret at {k}" for k in REGRET_AT), "OOMs in 20", "in 40", "repeated"):
         table.add_column(column, justify="right")
     for (strategy, at_once), outcomes in found.items():
         table.add_row(strategy, str(at_once), str(len(outcomes)), *_cells(outcomes))
         held_out = [outcome for outcome in outcomes if outcome.scenario in HELD_OUT]
         if held_out and len(held_out) < len(outcomes):
-            table.add_row("  of them held out", "", str(len(held_out)), *_cells(held_out))
+            table.add_row("  held out", "", str(len(held_out)), *_cells(held_out))
     console.print(table)
     console.print(_verdict(found))
     if json_file is not None:
