@@ -142,8 +142,8 @@ def watch(model: nn.Module) -> None:
     Raises:
         ProbeError: a probe is attached already, or the request names another way.
     """
-    if _REQUESTED:
-        _attach("explicit").watch(model)
+    if _REQUESTED and (probe := _attach("explicit")) is not None:
+        probe.watch(model)
 
 
 def step(tokens: int | None = None) -> None:
@@ -157,10 +157,12 @@ def step(tokens: int | None = None) -> None:
     """
     if not _REQUESTED:
         return
-    if _SHARED.probe is None:
+    probe: Probe | None = _SHARED.probe
+    if probe is None:
         raise ProbeError("probe.step() without probe.watch(model): call it once, after the model is wrapped")
-    _SHARED.probe.given_tokens = tokens
-    _SHARED.probe.on_step(None)
+    if probe.how == "explicit":
+        probe.given_tokens = tokens
+        probe.on_step(None)
 
 
 def transformers_callback() -> Any:
@@ -173,7 +175,7 @@ def transformers_callback() -> Any:
                 _attach("callback")
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if _REQUESTED:
+            if _REQUESTED and _SHARED.probe.how == "callback":
                 _SHARED.probe.on_step(kwargs["optimizer"])
 
     return ProbeCallback()
@@ -197,7 +199,8 @@ def lightning_callback() -> Any:
         def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
             if _REQUESTED and trainer.global_step != self.global_step:  # called at each micro-batch
                 self.global_step = trainer.global_step
-                _SHARED.probe.on_step(trainer.optimizers[0])
+                if _SHARED.probe.how == "callback":
+                    _SHARED.probe.on_step(trainer.optimizers[0])
 
     return ProbeCallback()
 
@@ -218,6 +221,7 @@ def main(arguments: list[str]) -> None:
     try:
         if _REQUESTED and _request()["attach"] == "auto":
             probe = _attach("auto")
+            assert probe is not None
             _follow_optimizer(probe)
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -249,10 +253,13 @@ def _request() -> dict[str, Any]:
     return found
 
 
-def _attach(how: str) -> Probe:
+def _attach(how: str) -> Probe | None:
+    """A new probe; None where one that only watches is there already, and stays the only one."""
     asked = _request()["attach"]
     if _SHARED.probe is not None:
         first: Probe = _SHARED.probe
+        if first.watches_only:
+            return None
         first.fail(
             ProbeError(
                 f"a probe is attached already ({first.how}), and the script attaches another ({how}): run the script "
@@ -260,7 +267,7 @@ def _attach(how: str) -> Probe:
             )
         )
     probe = _SHARED.probe = Probe(_request(), how)
-    if asked != how:
+    if asked != how and not probe.watches_only:
         probe.fail(ProbeError(f"the script attaches the probe itself ({how}), and the job says `attach: {asked}`"))
     if how != "auto":
         _report_exceptions(probe)
@@ -298,12 +305,13 @@ def _follow_optimizer(probe: Probe) -> None:
 
 
 class Probe:
-    """One rank of a trainer. `on_step` is called after each optimizer step; what it does changes with the phase."""
+    """One rank of a trainer: what is done after each of its optimizer steps, phase by phase."""
 
     def __init__(self, request: dict[str, Any], how: str) -> None:
         self.request, self.how = request, how
         self.watches_only = request["timed_steps"] is None
-        self.on_step: Callable[[Any], None] = self._first_step
+        self._next: Callable[[Any], None] = self._first_step
+        """What the end of the present step is for."""
         self.phase = "first_step"
         self.given_tokens: int | None = None
         self._started = time.monotonic()
@@ -343,6 +351,16 @@ class Probe:
             _limit_memory(round(request["memory_limit_gib"] * GIB))
         self._loader = LoaderWatch()
         atexit.register(self._script_ended)
+
+    def on_step(self, optimizer: Any) -> None:
+        """An optimizer step has ended. Where the probe only watches, whatever fails in it ends the watch alone."""
+        if not self.watches_only:
+            self._next(optimizer)
+            return
+        try:
+            self._next(optimizer)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
 
     # -- what is written
 
@@ -392,7 +410,7 @@ class Probe:
 
     def _close(self) -> None:
         self._closed = True
-        self.on_step = lambda _optimizer: None
+        self._next = lambda _optimizer: None
         if self._forwards is not None:
             self._forwards.remove()
         os.fsync(self._file)
@@ -412,7 +430,7 @@ class Probe:
         assert self._forwards is not None
         self._observed = Observed(self._forwards)
         self._loader.look()
-        self.on_step = self._observing
+        self._next = self._observing
 
     def _observing(self, _optimizer: Any) -> None:
         assert self._forwards is not None
@@ -434,7 +452,7 @@ class Probe:
         self._num_untimed = max(0, self.request["warmup_steps"] - 1) + min(drain, fit)
         self._sustained_steps = math.ceil(QUEUES_TIMED * self._queued / per_step)
         self._last_s = time.monotonic()  # reading back took its time
-        self.on_step = self._warm_up
+        self._next = self._warm_up
         if self._num_untimed == 0:
             self._open_window()
 
@@ -508,7 +526,7 @@ class Probe:
             loader_sustained=self._sustained,
             num_untimed_steps=self._num_steps,
         )
-        self.on_step = self._timed
+        self._next = self._timed
         if number == 0:
             self._finish("max_s")
 
