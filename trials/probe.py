@@ -1263,7 +1263,7 @@ def _fsdp1_bytes(unit: Any) -> int:
 
 def device_of(root: nn.Module) -> torch.device:
     """That computes: of offloaded weights another than theirs."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return next(root.parameters()).device
 
