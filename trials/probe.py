@@ -575,7 +575,7 @@ class Probe:
         self.phase = "timed"
         self._forwards.observer = None
         self._forwards.forget()
-        self._window = Window(number, next(self._forwards.root.parameters()).device.type)
+        self._window = Window(number, device_of(self._forwards.root).type)
         self._meet(None)  # start together
         self._window.open()
         self.write(
@@ -1072,7 +1072,7 @@ class Observed:
         return before_forward
 
     def _micro_batch(self, args: Any, kwargs: Any) -> None:
-        kind = next(self.root.parameters()).device.type
+        kind = device_of(self.root).type
         self._autocast.add(DTYPES.get(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
         self._synced += [reduces_gradients(self.root)]
         mask = kwargs.get("attention_mask")
@@ -1084,7 +1084,7 @@ class Observed:
 
     def read(self, optimizer: Any, accumulated: int | None) -> dict[str, Any]:
         found = read_wrapping(self.root, self.blocks)
-        device = next(self.root.parameters()).device
+        device = device_of(self.root)
         if optimizer is None:
             optimizer = find_optimizer(self.root)
         found["knobs"] |= {
@@ -1343,6 +1343,13 @@ def read_fsdp1(root: nn.Module, blocks: list[nn.Module]) -> dict[str, Any]:
 def _fsdp1_bytes(unit: Any) -> int:
     handle = unit._handle
     return int(sum(handle.flat_param._numels) * handle._fwd_bwd_param_dtype.itemsize)
+
+
+def device_of(root: nn.Module) -> torch.device:
+    """That computes: of offloaded weights another than theirs."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return next(root.parameters()).device
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

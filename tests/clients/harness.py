@@ -17,9 +17,35 @@ from trials.probe_log import RankLog, read_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-DEADLINE_S = 200.0
+DEADLINE_S = 280.0
 """No test measures time: this only ends a hang."""
 _runs = itertools.count()
+
+
+class Zygote:
+    """A process that scripts of one rank are forked from."""
+
+    def __init__(self) -> None:
+        path = Path(__file__).with_name("zygote.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(path)],
+            env=environment(),  # what libraries read when they are loaded: one thread
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, argv: list[str], env: dict[str, str], folder: Path, log: Path) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"argv": argv, "env": env, "cwd": str(folder), "log": str(log)}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass
@@ -80,6 +106,7 @@ def run(
     by_rank: bool = True,
     requested: bool = True,
     env: dict[str, str] | None = None,
+    zygote: Zygote | None = None,
     **request: Any,
 ) -> Run:
     """Runs `command` in a folder of its own; `{probe}` and `{scripts}` in it are filled in.
@@ -88,6 +115,7 @@ def run(
         requested: the ranks are told of the request.
         by_rank: start it once a rank; else once, and it starts its ranks by itself.
         env: besides the cleaned environment.
+        zygote: what the only rank is forked from, instead of an interpreter of its own.
         request: what differs from the request in `prepare`.
     """
     folder = tmp_path / f"run{next(_runs)}"
@@ -100,23 +128,30 @@ def run(
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "trial"}
         own = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     files = [folder / f"log{index}" for index in range(len(own))]
+    if zygote is not None:
+        codes = [zygote.run(filled, {**base, **own[0]}, folder, files[0])]
+    else:
+        codes = _wait(filled, folder, [{**base, **variables} for variables in own], files)
+    output = "\n".join(path.read_text() for path in files)
+    return Run(codes, output, read_ranks(folder / "out", ranks), folder)
+
+
+def _wait(command: list[str], folder: Path, environments: list[dict[str, str]], files: list[Path]) -> list[int]:
     started = []
-    for variables, path in zip(own, files, strict=True):
+    for variables, path in zip(environments, files, strict=True):
         with path.open("w") as file:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, *filled],
+                    [sys.executable, *command],
                     cwd=folder,
-                    env={**base, **variables},
+                    env=variables,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             )
     try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in started]
+        return [process.wait(timeout=DEADLINE_S) for process in started]
     finally:
         for process in started:
             process.kill()
-    output = "\n".join(path.read_text() for path in files)
-    return Run(codes, output, read_ranks(folder / "out", ranks), folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from trials.outcome import EXIT_FAILED, EXIT_OOM, Outcome
 from trials.probe_log import rank_outcome, read_rank, throughput
 
-from .harness import Run, environment, run
+from .harness import Run, Zygote, environment, run
 
 SCRIPT = """
 import json, os, sys
@@ -50,14 +51,22 @@ def train(steps, each=lambda step: None, after=lambda step: None, make=rows):
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Any:
-    """Runs SCRIPT and what follows it."""
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
 
-    def run_script(body: str, *command: str, **options: Any) -> Run:
+
+@pytest.fixture
+def script(tmp_path: Path, zygote: Zygote) -> Any:
+    """Runs SCRIPT and what follows it; `alone`: without probe.py before it."""
+
+    def run_script(body: str, alone: bool = False, **options: Any) -> Run:
         path = tmp_path / "train.py"
         path.write_text(SCRIPT + body)
-        return run(tmp_path, [*(command or ("{probe}",)), str(path), "--flag", "value"], ranks=1, **options)
+        command = [*([] if alone else ["{probe}"]), str(path), "--flag", "value"]
+        return run(tmp_path, command, ranks=1, zygote=zygote, env={"PYTHONPATH": "."}, **options)
 
     return run_script
 
@@ -70,8 +79,8 @@ print("knob", probe.knob("lr", 0.5))
 train(10, after=lambda step: probe.step())
 probe.watch(model)
 """
-    for command in ("-u", "{probe}"):
-        ran = script(body, command, requested=False, env={"PYTHONPATH": "."})
+    for alone in (True, False):
+        ran = script(body, alone, requested=False)
         assert ran.codes == [0], ran.output
         assert "knob 0.5" in ran.output and "all 10 steps" in ran.output
         assert list((ran.folder / "out").iterdir()) == []
@@ -99,7 +108,7 @@ train(20)
     assert log.applied["blocks"] == {"class": "Linear", "count": 2}
 
 
-def test_a_module_runs_with_m(script: Any, tmp_path: Path) -> None:
+def test_a_module_runs_with_m(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(SCRIPT + "train(20)\n")
@@ -116,10 +125,9 @@ probe.watch(model)
 print("TELL", json.dumps([probe.knob("lr", 1), probe.knob("width", 7)]))
 train(20, after=lambda step: probe.step(tokens=step))
 """,
-        "-u",
+        alone=True,
         attach="explicit",
         knobs={"lr": 3},
-        env={"PYTHONPATH": "."},
     )
     assert ran.codes == [0], ran.output
     assert ran.printed() == [[3, 7]]
@@ -137,7 +145,7 @@ train(20, after=lambda step: probe.step(tokens=step))
     ],
 )
 def test_attached_twice(script: Any, attach: str, body: str) -> None:
-    ran = script(body, "{probe}" if attach == "auto" else "-u", attach=attach, env={"PYTHONPATH": "."})
+    ran = script(body, attach == "explicit", attach=attach)
     assert ran.codes == [EXIT_FAILED]
     said = rank_outcome(ran.logs[0])
     assert said.outcome is Outcome.INVALID
@@ -154,13 +162,13 @@ os.wait()
 import probe
 probe.watch(model)
 """
-    ran = script(again, "-u", attach="explicit", env={"PYTHONPATH": "."})
+    ran = script(again, alone=True, attach="explicit")
     assert ran.codes == [EXIT_FAILED]
     assert "two processes attach a probe as the same rank" in rank_outcome(ran.logs[0]).reason
 
 
 def test_another_way_than_the_job_says(script: Any) -> None:
-    ran = script("import probe; probe.watch(model); train(9)", "-u", env={"PYTHONPATH": "."})
+    ran = script("import probe; probe.watch(model); train(9)", alone=True)
     assert ran.codes == [EXIT_FAILED]
     assert rank_outcome(ran.logs[0]).reason == (
         "the script attaches the probe itself (explicit), and the job says `attach: auto`"
@@ -200,7 +208,7 @@ def fails(step):
 """
     train = "import probe; probe.watch(model); train(9, fails, lambda step: probe.step())"
     body += train if attach == "explicit" else "train(9, fails)"
-    ran = script(body, "{probe}" if attach == "auto" else "-u", attach=attach, env={"PYTHONPATH": "."})
+    ran = script(body, attach == "explicit", attach=attach)
     assert ran.codes == [EXIT_FAILED]
     (log,) = ran.logs
     assert log.error is not None
@@ -232,7 +240,7 @@ def test_killed_it_leaves_what_it_has_done(script: Any) -> None:
     assert rank_outcome(log).outcome is None
 
 
-@pytest.mark.parametrize(("body", "code"), [("", 0), ("sys.exit(5)", 5), ("raise KeyError('x')", 1)])
+@pytest.mark.parametrize(("body", "code"), [("sys.exit(5)", 5), ("raise KeyError('x')", 1)])
 def test_watched_only_it_runs_as_it_would(script: Any, body: str, code: int) -> None:
     ran = script(f"train(30)\n{body}", timed_steps=None)
     assert ran.codes == [code], ran.output
@@ -240,6 +248,22 @@ def test_watched_only_it_runs_as_it_would(script: Any, body: str, code: int) -> 
     (log,) = ran.logs
     assert len(log.timed) == 28
     assert (log.error or {}).get("type") == ("KeyError" if code == 1 else None)
+
+
+def test_watched_only_a_second_probe_is_left_out(script: Any) -> None:
+    body = "import probe; probe.watch(model); train(30, after=lambda step: probe.step())"
+    ran = script(body, timed_steps=None)
+    assert ran.codes == [0], ran.output
+    assert "all 30 steps" in ran.output
+    assert [step["n"] for step in ran.logs[0].steps] == list(range(1, 31))
+
+
+def test_watched_only_nothing_that_fails_in_the_probe_ends_the_script(script: Any) -> None:
+    ran = script("nn.Module.__call__ = lambda self, x: self.forward(x)\ntrain(30)", timed_steps=None)
+    assert ran.codes == [0], ran.output
+    assert "all 30 steps" in ran.output
+    error = ran.logs[0].error
+    assert error is not None and "no forward of Model seen" in error["message"]
 
 
 def test_no_more_steps_than_time(script: Any) -> None:
