@@ -9,10 +9,13 @@ SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py co
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
 # forms beside published runs and real trials; the samplers on simulated clusters.
 BENCHMARKS := overhead composed verdict prediction search
-# Trainers whose parsers the export tests need, and whose dependencies are gigabytes.
+# Export tests against the parsers of these trainers, which only `test-clients` installs; of the last two without their
+# dependencies, which are gigabytes.
+OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients-installed
 
 .PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-gpu lint benchmark clean
 
@@ -20,7 +23,7 @@ quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
 
 test: $(DEV)  ## the driver, the exporters, and real trials on a real local Ray; under 6 minutes on two cores
-	$(PYTEST) tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%)
+	$(PYTEST) tests/unit tests/export tests/cluster $(SLOW_CLUSTER:%=--ignore=%) $(OF_TRAINERS:%=--ignore=%)
 
 test-ranks: $(DEV)  ## every engine and knob, models and data on real gloo ranks; measure, doctor; gangs over several Ray nodes
 	$(PYTEST) tests/ranks $(SLOW_CLUSTER)
@@ -31,8 +34,8 @@ test-cluster: $(DEV)  ## real trials on a real local Ray
 test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, bad input; under 15 minutes
 	$(PYTEST) tests/faults
 
-test-clients: $(DEV)  ## the probe in real trainers on two gloo ranks (plain, Lightning, accelerate, transformers); under 6 minutes
-	$(PYTEST) tests/clients
+test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
+	$(PYTEST) tests/clients $(OF_TRAINERS)
 
 test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
@@ -54,9 +57,14 @@ $(RUN): pyproject.toml $(CONSTRAINTS)
 $(DEV): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV), with what tests need: a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test]'
+	touch $@ $(RUN)
+
+$(CLIENTS): $(DEV)
+	@echo "installing the trainers that are tested with: minutes"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,clients-test]'
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(CONFIGS_ALONE)
-	touch $@ $(RUN)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
