@@ -97,6 +97,8 @@ def ray_session(address: str, ranks_per_node: int, log: Path) -> Iterator[None]:
     if address == "local":
         # Ray would kill the agent, and the study's slot with it, for a trial's own use of the host's memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        # Added to ours, 15 by default: where the machine does anything besides, trials would measure what that leaves.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     _refuse_a_dead_address(address)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune.cluster.runner import SlotRunner
 from autotune.errors import UserError
-from tests.cluster.conftest import rank_processes, spec
+from tests.cluster.conftest import MARK, rank_processes, spec
 from tests.unit.conftest import make_job
 from trials.outcome import Outcome
 
@@ -23,6 +26,21 @@ def test_a_trial_reports_from_every_rank(runner: SlotRunner, texts: Path, tmp_pa
         assert (tmp_path / f"rank-{rank}.log").exists()
     assert result.reports[0].losses == result.reports[1].losses
     assert result.reports[0].block_times_s == result.reports[1].block_times_s
+
+
+def test_ranks_are_no_nicer_than_the_driver(runner: SlotRunner, texts: Path, tmp_path: Path) -> None:
+    """Ray would add 15: what shares the machine with a trial would then be in its measurement."""
+    runner.run(spec(texts), tmp_path, 120)
+    agents = [process for process in psutil.process_iter(["cmdline"]) if is_agent_of_this_test(process)]
+    assert agents
+    assert {process.nice() for process in agents} == {os.nice(0)}
+
+
+def is_agent_of_this_test(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # others come and go meanwhile
+        named = "NodeAgent" in " ".join(process.info["cmdline"] or ())
+        return named and process.environ().get("AUTOTUNE_TESTS") == MARK
+    return False
 
 
 @pytest.mark.parametrize(
