@@ -30,7 +30,7 @@ from autotune.confirm.measuring import FOUND_NAME, ORDER_NAME, Found, Order
 from autotune.confirm.rounds import ALL_MEASURED
 from autotune.confirm.tuned import Tuned, read_tuned
 from autotune.errors import InfrastructureError, UserError, printable
-from autotune.export import ENGINES, export
+from autotune.export import EXPORTERS, export
 from autotune.export.base import Best
 from autotune.folder import sole_driver
 from autotune.report.text import count, duration, rate
@@ -176,7 +176,7 @@ def _hand_over(request: Request, tuned: Tuned, target: str, found: Found, decisi
     """Exports the config and notes the result; what cannot be written is said, and stops nothing."""
     knobs, at = Knobs.from_dict(decision.settings), datetime.now(UTC).isoformat(timespec="seconds")
     config, files = None, []
-    if knobs.engine in ENGINES:
+    if knobs.engine in EXPORTERS[target].engines:
         evidence = _evidence(tuned, found, decision, at)
         exported = export(target, _exportable(tuned, knobs, evidence))
         config, problem = write_export(exported, request.run / "export" / f"confirmed-{target}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autotune.errors import InfrastructureError, UserError, nearest
-from autotune.export import ENGINES, EXPORTERS, export
+from autotune.export import EXPORTERS, export
 from autotune.export.base import Best, Exported
 from autotune.probing import PROBE_VARIABLE, knobs_only
 from autotune.signals import as_at_the_start
@@ -99,11 +99,11 @@ def check_exports(target: str, contenders: Mapping[str, Best], words: Sequence[s
     if target not in EXPORTERS:
         raise UserError(f"export to {target!r}: no such trainer", nearest(target, EXPORTERS))
     for role, best in contenders.items():
-        if best.knobs.engine in ENGINES:
+        if best.knobs.engine in EXPORTERS[target].engines:
             export(target, best)
         elif uses_config(words):
             raise UserError(
-                f"COMMAND takes {{config}}, and the {role} is of the engine {best.knobs.engine}, which has no exporter",
+                f"COMMAND takes {{config}}, and the {role} is of {best.knobs.engine}, which {target} has not",
                 "take the knobs one by one instead, e.g. {engine} and {micro_batch_size}: `autotune confirm --help`",
             )
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from autotune.errors import UserError, nearest
 from autotune.export import accelerate, axolotl, deepspeed, lightning, plain, torchtitan, transformers
 from autotune.export.base import Best, Exported, Exporter
-from trials.record import ENGINES
 
-__all__ = ["ENGINES", "EXPORTERS", "Best", "Exported", "Exporter", "export", "exporter"]
+__all__ = ["EXPORTERS", "Best", "Exported", "Exporter", "export", "exporter"]
 
 EXPORTERS: dict[str, Exporter] = {
     "plain": plain.EXPORTER,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.export import ENGINES, EXPORTERS, Best, Exported, export
+from autotune.export import EXPORTERS, Best, Exported, export
 from autotune.export.base import unchecked
 from autotune.export.lines import SCRIPTED
-from trials.record import BACKWARD_PREFETCH, KNOB_NAMES, Knobs
+from trials.record import BACKWARD_PREFETCH, ENGINES, KNOB_NAMES, Knobs
 
 from .conftest import settings
 

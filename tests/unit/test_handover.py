@@ -66,9 +66,9 @@ def test_a_command_that_cannot_work_is_refused_before_anything_is_measured(
 def test_a_config_that_cannot_be_exported_is_refused_where_the_command_takes_a_file(baseline: Knobs) -> None:
     ddp = Best(make_space(training={"engines": ["ddp"]}, space={}).baseline, "fp32", 2, 32, [])
     fsdp = Best(baseline, "fp32", 2, 32, [])
-    check_exports("plain", {"best": fsdp, "baseline": ddp}, ["train", "{micro_batch_size}"])
-    with pytest.raises(UserError, match=r"the baseline is of the engine ddp") as raised:
-        check_exports("plain", {"best": fsdp, "baseline": ddp}, ["train", "{config}"])
+    check_exports("torchtitan", {"best": fsdp, "baseline": ddp}, ["train", "{micro_batch_size}"])
+    with pytest.raises(UserError, match=r"the baseline is of ddp") as raised:
+        check_exports("torchtitan", {"best": fsdp, "baseline": ddp}, ["train", "{config}"])
     assert "{engine}" in raised.value.hint
     with pytest.raises(UserError, match="no such trainer") as raised:
         check_exports("acelerate", {"best": fsdp}, ["train"])
