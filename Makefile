@@ -7,8 +7,8 @@ CONSTRAINTS := constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py)
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
-# forms beside published runs and real trials; the samplers on simulated clusters.
-BENCHMARKS := overhead composed verdict prediction search
+# forms beside published runs and real trials; the samplers on simulated clusters, and what a suggestion costs.
+BENCHMARKS := overhead composed verdict prediction search suggest
 # Export tests against the parsers of these trainers, which only `test-clients` installs; of the last two without their
 # dependencies, which are gigabytes.
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
