@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
 from autotune.hf_config import read_hf_config
-from autotune.job import ABSENT_KNOBS, Job
+from autotune.job import Job
+from autotune.job_space import ABSENT_KNOBS
 from trials.record import PYTHON_STDLIB, SYNTHETIC
 
 UNPARSABLE = (yaml.YAMLError, ValueError, RecursionError)
