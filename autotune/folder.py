@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ def sole_driver(out: Path) -> Iterator[None]:
         UserError: another driver holds it, or the folder's parent cannot be written.
     """
     try:
-        lock = FileLock(out.with_name(f".{out.name}.lock"))
+        lock = FileLock(_lock_of(out))
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
@@ -40,6 +42,25 @@ def sole_driver(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def has_driver(out: Path) -> bool:
+    """Whether a driver is at work in `out`. Only asks: nothing is made, and nobody is kept out."""
+    try:
+        descriptor = os.open(_lock_of(out), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the driver's is exclusive, and by flock as well
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _lock_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.lock")
 
 
 def prepare_folder(out: Path, job: Job) -> Path | None:
