@@ -1,8 +1,9 @@
 """Throughputs of several configs that ran in turn, round by round: what each reaches, and what lies between them.
 
 The model is that of randomised blocks: log throughput = config + round + noise, by least squares, where a run may be
-missing. What drifts from round to round cancels, as in paired runs (`autotune.verdict`); and the noise is estimated from
-all runs at once, so that few rounds of many configs suffice. It is taken to be equal, relative, for all configs.
+missing. What drifts from round to round cancels, as in paired runs (`autotune.verdict`); and the noise is
+estimated from all runs at once, so that few rounds of many configs suffice. It is taken to be equal, relative, for all
+configs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ class Interleaved(Generic[Config]):
 
     def level(self, config: Config) -> Figure:
         """Throughput of a config: the geometric mean over the rounds; its interval leaves the rounds' drift out."""
-        return self.sum({config: 1.0})
+        return self._exponential({config: 1.0})
+
+    def ratio(self, config: Config, other: Config) -> Figure:
+        """Throughput of the first over that of the second."""
+        return self._exponential({config: 1.0, other: -1.0} if config != other else {})
 
     def sum(self, weights: Mapping[Config, float]) -> Figure:
         """Sum of weight x throughput, e.g. the difference of two; the interval by linearisation."""
@@ -99,11 +104,11 @@ class Interleaved(Generic[Config]):
         half = self._half(gradient)
         return Figure(value) if half is None else Figure(value, value - half, value + half)
 
-    def ratio(self, config: Config, other: Config) -> Figure:
-        """Throughput of the first over that of the second; the interval is one of log ratios."""
+    def _exponential(self, weights: Mapping[Config, float]) -> Figure:
+        """Of a sum of weight x log throughput."""
         gradient = np.zeros(len(self._logs))
-        gradient[self._index[config]] += 1.0
-        gradient[self._index[other]] -= 1.0
+        for config, weight in weights.items():
+            gradient[self._index[config]] += weight
         value = float(gradient @ self._logs)
         half = self._half(gradient)
         if half is None:

@@ -1,7 +1,7 @@
 """Scaling efficiencies: a pure function of a history.
 
-Its rows have the stage `scale`, their config's `role`, and their `world_size`. Strong scaling keeps the global batch (the
-job's); weak scaling keeps the sequences per rank (those that the real run's ranks have).
+Its rows have the stage `scale`, their config's `role`, and their `world_size`. Strong scaling keeps the global batch
+(the job's); weak scaling keeps the sequences per rank (those that the real run's ranks have).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The waterfall: a pure function of a run's history.
 
-Its rows have the stage `waterfall`, and `changes`: what their config takes from the winner, in the order in which it was
-applied; none is the baseline, one is a change by itself, all are the winner.
+Its rows have the stage `waterfall`, and `changes`: what their config takes from the winner, in the order in which it
+was applied; none is the baseline, one is a change by itself, all are the winner.
 """
 
 from __future__ import annotations
