@@ -168,7 +168,7 @@ class _Reading:
         """As the cumulative configs were measured; before that, by what each change gains alone."""
         between = [row["changes"] for row in self.rows if 1 < len(row["changes"]) < len(end)]
         if between:
-            longest = max(between, key=len)
+            longest = max(reversed(between), key=len)  # of the latest, if more repeats have changed the order
             return [*longest, *(change for change in self.row_of[end]["changes"] if change not in longest)]
         return by_gain(self.rows, self.row_of[end]["changes"])
 
