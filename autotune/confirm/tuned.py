@@ -72,7 +72,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
             f"let it end first: autotune run {run / 'job.yaml'} --resume",
         )
     _refuse_another_world(run, study.simulated, simulate)
-    _refuse_other_keys(overrides)
+    refuse_other_keys(overrides)
     as_tuned = load_job(str(run / "job.yaml"), overrides)
     ranks = num_ranks or as_tuned.batch.target_world_size
     settings = {BEST: content["settings"], BASELINE: content["baseline"]["settings"]}
@@ -80,7 +80,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         settings[FALLBACK] = content["fallback"]["settings"]
     found = {role: Knobs.from_dict(settings[role]) for role in (BEST, FALLBACK, BASELINE) if role in settings}
     contenders = _on_ranks(found, as_tuned.global_batch_size, ranks)
-    nodes, per_node = _nodes(as_tuned, ranks)
+    nodes, per_node = nodes_for(as_tuned, ranks)
     job = load_job(
         str(run / "job.yaml"),
         (
@@ -117,12 +117,17 @@ def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> No
         )
 
 
-def _refuse_other_keys(overrides: tuple[str, ...]) -> None:
+def refuse_other_keys(overrides: tuple[str, ...]) -> None:
+    """Refuses overrides of what was tuned.
+
+    Raises:
+        UserError: a key that is none of MAY_CHANGE.
+    """
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
             raise UserError(
-                f"--set {override}: that would confirm something else than what was tuned",
+                f"--set {override}: that would measure something else than what was tuned",
                 f"what can be changed here: {', '.join(MAY_CHANGE)}; the number of ranks by --ranks",
             )
 
@@ -152,7 +157,7 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
     return on_ranks
 
 
-def _nodes(job: Job, ranks: int) -> tuple[int, int]:
+def nodes_for(job: Job, ranks: int) -> tuple[int, int]:
     """Nodes, and ranks on each. One machine is one node; of a cluster, nodes are filled as they were in tuning."""
     per_node = job.cluster.ranks_per_node
     if job.cluster.address == "local" or ranks < per_node:
