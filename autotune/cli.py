@@ -14,6 +14,7 @@ import click
 
 from autotune import __version__
 from autotune.confirm.command import confirm
+from autotune.cost_command import cost
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
@@ -391,6 +392,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
 
 
 cli.add_command(confirm)
+cli.add_command(cost)
 cli.add_command(verify)
 
 
