@@ -18,6 +18,11 @@ from autotune.job_file import UNPARSABLE, load_job
 from trials.files import write_whole
 
 
+def lock_path(out: Path) -> Path:
+    """What the driver of the run in `out` holds locked."""
+    return out.with_name(f".{out.name}.lock")
+
+
 @contextlib.contextmanager
 def sole_driver(out: Path) -> Iterator[None]:
     """Holds the right to write to `out`; given back when this process ends, however it ends.
@@ -26,7 +31,7 @@ def sole_driver(out: Path) -> Iterator[None]:
         UserError: another driver holds it, or the folder's parent cannot be written.
     """
     try:
-        lock = FileLock(out.with_name(f".{out.name}.lock"))
+        lock = FileLock(lock_path(out))
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
@@ -76,7 +81,7 @@ def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
     path = out / "job.yaml"
     if not path.exists():
         raise UserError(f"{out}: no run there to resume", "start it without --resume")
-    then, now = (_leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
+    then, now = (leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
     different = [
         f"  {key}: was {then.get(key, 'absent')!r}, now {now.get(key, 'absent')!r}"
         for key in sorted(then.keys() | now.keys())
@@ -114,10 +119,11 @@ def _on(simulated: str) -> str:
     return f"on a simulated cluster ({simulated})" if simulated else "on a real cluster"
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli import cli
+from autotune.commands.cost import quantity
 from autotune.cost import Assumptions, Cost, training_cost
-from autotune.cost_command import quantity
 from autotune.errors import UserError
 from autotune.report.cost import cost_lines
 
