@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
+from autotune.commands.compare import compare
 from autotune.commands.cost import cost
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
@@ -401,6 +402,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
         click.echo(printable(warning), err=True)
 
 
+cli.add_command(compare)
 cli.add_command(confirm)
 cli.add_command(cost)
 cli.add_command(verify)
