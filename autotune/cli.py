@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
+from autotune.commands.compare import compare
+from autotune.commands.cost import cost
+from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
@@ -332,16 +335,22 @@ def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], 
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--trial", type=int, help="Everything about one trial.")
-def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
+@click.option(
+    "--brief", is_flag=True, help="At most 12 plain lines: verdict, settings, where the time goes, what next."
+)
+def show(run_folder: Path, as_json: bool, trial: int | None, brief: bool) -> None:
     """Show a run's result and its trials."""
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.folder import latest_moved
     from autotune.history import History
+    from autotune.report.brief import brief_lines
     from autotune.report.tables import print_best, print_trial, print_trials
     from autotune.report.text import json_safe
 
+    if brief and (as_json or trial is not None):
+        raise UserError("--brief: it stands for itself", "leave out --json and --trial")
     rows, skipped = History(run_folder / "history").rows()
     for line in skipped:
         click.echo(f"skipped {printable(line)}", err=True)
@@ -357,6 +366,9 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     if as_json:
         content = {"trials": rows} | ({} if trial is not None else {"best": best})
         click.echo(json.dumps(json_safe(content), default=str))
+        return
+    if brief:
+        click.echo("\n".join(brief_lines(run_folder, best, rows)))
         return
     console = Console(highlight=False)
     if trial is not None:
@@ -404,8 +416,11 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
         click.echo(printable(warning), err=True)
 
 
+cli.add_command(compare)
 cli.add_command(confirm)
+cli.add_command(cost)
 cli.add_command(verify)
+cli.add_command(watch)
 cli.add_command(waterfall)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -20,6 +19,11 @@ from autotune.job_file import UNPARSABLE, load_job
 from trials.files import write_whole
 
 
+def lock_path(out: Path) -> Path:
+    """What the driver of the run in `out` holds locked."""
+    return out.with_name(f".{out.name}.lock")
+
+
 @contextlib.contextmanager
 def sole_driver(out: Path) -> Iterator[None]:
     """Holds the right to write to `out`; given back when this process ends, however it ends.
@@ -28,7 +32,7 @@ def sole_driver(out: Path) -> Iterator[None]:
         UserError: another driver holds it, or the folder's parent cannot be written.
     """
     try:
-        lock = FileLock(_lock_of(out))
+        lock = FileLock(lock_path(out))
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
@@ -45,22 +49,15 @@ def sole_driver(out: Path) -> Iterator[None]:
 
 
 def has_driver(out: Path) -> bool:
-    """Whether a driver is at work in `out`. Only asks: nothing is made, and nobody is kept out."""
+    """Whether a driver on this host is at work in `out`. It is read from the kernel's list of locks: nothing is made,
+    and nobody is kept out meanwhile."""
     try:
-        descriptor = os.open(_lock_of(out), os.O_RDONLY)
+        found = lock_path(out.absolute()).stat()
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the driver's is exclusive, and by flock as well
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _lock_of(out: Path) -> Path:
-    return out.with_name(f".{out.name}.lock")
+    name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    # `1: FLOCK  ADVISORY  WRITE 4242 fe:00:1234 0 EOF`
+    return any(name in line.split() for line in Path("/proc/locks").read_text().splitlines())
 
 
 def prepare_folder(out: Path, job: Job) -> Path | None:
@@ -97,7 +94,7 @@ def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
     path = out / "job.yaml"
     if not path.exists():
         raise UserError(f"{out}: no run there to resume", "start it without --resume")
-    then, now = (_leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
+    then, now = (leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
     different = [
         f"  {key}: was {then.get(key, 'absent')!r}, now {now.get(key, 'absent')!r}"
         for key in sorted(then.keys() | now.keys())
@@ -135,10 +132,11 @@ def _on(simulated: str) -> str:
     return f"on a simulated cluster ({simulated})" if simulated else "on a real cluster"
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 

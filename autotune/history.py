@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +185,20 @@ class History:
         write_whole(path, whole.getvalue())
         return path
 
-    def rows(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """All attempts in order, and a line on each file that is not one (torn, foreign, of another version)."""
+    def file_names(self) -> set[str]:
+        return {path.name for path in self._files()}
+
+    def rows(self, without: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+        """All attempts in order, and a line on each file that is not one (torn, foreign, of another version).
+
+        Args:
+            without: names of files to leave out.
+        """
         rows: list[dict[str, Any]] = []
         skipped: list[str] = []
         for path in self._files():
+            if path.name in without:
+                continue
             try:
                 theirs = pq.read_schema(path)
                 problem = _not_ours(theirs)
