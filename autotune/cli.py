@@ -18,6 +18,7 @@ from autotune.commands.cost import cost
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.report.command import report
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
 from autotune.waterfall.command import waterfall
@@ -419,6 +420,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
 cli.add_command(compare)
 cli.add_command(confirm)
 cli.add_command(cost)
+cli.add_command(report)
 cli.add_command(verify)
 cli.add_command(watch)
 cli.add_command(waterfall)

@@ -115,9 +115,7 @@ def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> l
     elif study.model.flops_per_token is None:
         said.append("MFU and HFU: the model's FLOPs are not known.")
     if study.achievable_tflops_per_s is None:
-        said.append(
-            "The rate that a rank reaches in the model's matmuls: `cluster.calibrate_peak: true` asks for it."
-        )
+        said.append("The rate that a rank reaches in the model's matmuls: `cluster.calibrate_peak: true` asks for it.")
     target = run.job.batch.target_world_size
     if target != study.world_size and (best is None or not best["confirmed"]):
         said.append(

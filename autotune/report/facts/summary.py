@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.cost import Assumptions, training_cost
+from autotune.cost import Assumptions, Cost, training_cost
 from autotune.errors import UserError
 from autotune.loaded import LoadedRun
 from autotune.report.facts.configs import Config, Export, configs, exports
@@ -51,8 +51,8 @@ class Summary:
     failures: list[Failure]
     scaling: Scaling | None
     """Null: none was measured (`autotune scale RUN`)."""
-    cost: dict[str, Any] | None
-    """By `autotune.cost`; null: `autotune report` was not told for how many tokens."""
+    cost: Cost | None
+    """Null: `autotune report` was not told for how many tokens."""
     environment: Environment
     not_measured: list[str]
     unreadable: list[str]
@@ -108,16 +108,15 @@ def _waterfall(run: LoadedRun, rows: list[dict[str, Any]]) -> Waterfall | None:
     return waterfall(rows, run.best["baseline"]["settings"], run.best["settings"])
 
 
-def _cost(run: LoadedRun, rows: list[dict[str, Any]], asked: Assumptions | None) -> dict[str, Any] | None:
+def _cost(run: LoadedRun, rows: list[dict[str, Any]], asked: Assumptions | None) -> Cost | None:
     if asked is None:
         return None
     if run.best is None:
         raise UserError(f"{run.folder}: no config has been measured and fitted: no cost", "leave out --tokens")
     try:
-        found = training_cost(run.best, rows, asked)
+        return training_cost(run.best, rows, asked)
     except ValueError as error:
         raise UserError(str(error), "`autotune report --help` shows each option with an example") from error
-    return found.to_dict() | {"notes": found.notes()}
 
 
 def _listed(content: Any) -> Any:

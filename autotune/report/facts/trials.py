@@ -76,7 +76,7 @@ def _trial(run: LoadedRun, attempt: Attempt, baseline: dict[str, Any]) -> Trial:
         fits=attempt.is_feasible,
         differs=differences(knobs, baseline),
         settings={name: value for name, value in knobs.items() if value is not None},
-        measure_options=_measure_options(knobs, base),
+        measure_options=_measure_options(knobs, baseline),
         tokens_per_s_per_rank=attempt.tokens_per_s_per_rank,
         mfu=row["mfu"] if is_ok else None,
         hfu=row["hfu"] if is_ok else None,

@@ -72,7 +72,9 @@ def mfu_name(summary: Summary) -> str:
 
 def hours_unit(summary: Summary) -> str:
     """What an hour of a rank is: only GPUs have a driver; a CPU's peak is probed."""
-    is_cpu = "cpu probe" in summary.environment.peak_source or all("cpu" in v for v in summary.environment.torch_versions)
+    is_cpu = "cpu probe" in summary.environment.peak_source or all(
+        "cpu" in v for v in summary.environment.torch_versions
+    )
     return "rank-hours" if is_cpu else "GPU-hours"
 
 
