@@ -3,7 +3,8 @@
   const figures = JSON.parse(document.getElementById("figures-data").textContent);
   const command = JSON.parse(document.getElementById("command").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const options = { responsive: true, displayModeBar: false };
+  const isTouched = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page, and must not zoom
   const places = [...document.querySelectorAll(".figure")];
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -32,6 +33,7 @@
 
   function themed(layout) {
     const made = structuredClone(layout);
+    made.dragmode = isTouched ? false : "zoom";
     for (const [path, value] of Object.entries(theme(layout))) {
       const names = path.split(".");
       const last = names.pop();

@@ -41,6 +41,7 @@ def make_page(summary: Summary, shown_folder: str) -> str:
     content: dict[str, Any] = {
         "s": summary,
         "figures": figures.keys(),
+        "sentence": words.sentence(summary),
         "knob_rows": words.knob_rows(summary),
         "figure_rows": words.figure_rows(summary),
         "environment_rows": words.environment_rows(summary),

@@ -78,6 +78,18 @@ def hours_unit(summary: Summary) -> str:
     return "rank-hours" if is_cpu else "GPU-hours"
 
 
+def sentence(summary: Summary) -> str:
+    """The verdict; of a win what the large figure beside it does not say."""
+    told = summary.headline
+    if told.kind == "win" and told.gain is not None:
+        low, high = (signed_percent(ratio - 1) for ratio in (told.gain.low, told.gain.high))
+        rounds = count(told.gain.num_paired_rounds, "paired round")
+        said = f"The best config beats the baseline: 95 % interval {low} to {high}, from {rounds}."
+    else:
+        said = told.sentence[:1].upper() + told.sentence[1:]
+    return printable(said).replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def knob_rows(summary: Summary) -> list[tuple[str, list[str], bool]]:
     """Knob, its setting in each config, whether they differ; those that differ first, in the usual order."""
     settings = [config.settings for config in summary.configs]

@@ -49,10 +49,17 @@ def speed_and_memory(summary: Summary) -> go.Figure | None:
     most = max([one.memory_gib or 0.0 for one in ran] + ([limit] if limit else []))
     name, per_gib = memory_unit(most)
     size = 6 if len(told) > MANY else 9
+    best = next((one.settings for one in summary.configs if one.role == "best"), None)
+    own = {name: value for name, value in (best or {}).items() if value is not None}
     by_kind = {
-        "fits": ([one for one in ran if one.fits and one.stage != BASELINE_STAGE], OTHER, "circle"),
+        "fits": (
+            [one for one in ran if one.fits and one.stage != BASELINE_STAGE and one.settings != own],
+            OTHER,
+            "circle",
+        ),
         "ran, over the limit": ([one for one in ran if not one.fits], LOSS, "circle-open"),
         "baseline": ([one for one in ran if one.fits and one.stage == BASELINE_STAGE], BASELINE, "diamond"),
+        "best, each of its runs": ([one for one in ran if one.fits and one.settings == own], BEST, "star"),
     }
     traces: list[Any] = [_front(summary, unit, per_gib)]
     for kind, (ones, colour, symbol) in by_kind.items():
@@ -63,7 +70,12 @@ def speed_and_memory(summary: Summary) -> go.Figure | None:
                     [per_gib * (one.memory_gib or 0.0) for one in ones],
                     [_height(unit, one) for one in ones],
                     ones,
-                    {"color": colour, "symbol": symbol, "size": size + 3 * (kind == "baseline"), "opacity": 0.85},
+                    {
+                        "color": colour,
+                        "symbol": symbol,
+                        "size": size + 3 * (kind == "baseline" or symbol == "star"),
+                        "opacity": 0.85,
+                    },
                 )
             )
     for kind, ones in {

@@ -23,7 +23,7 @@ from autotune.report.page.figures.style import (
     speed,
     wrapped,
 )
-from autotune.report.text import SHORT_NAMES, percent
+from autotune.report.text import percent
 
 MANY = 400
 MOST_SLICES = 24
@@ -92,7 +92,7 @@ def _slice(one: Slice, tried: Sequence[Trial], unit: Speed) -> go.Figure:
         [trials, tops],
         height=240,
         xaxis=axis(
-            safe(SHORT_NAMES.get(one.knob, one.knob)),
+            safe(one.knob),
             tickmode="array",
             tickvals=list(place.values()),
             ticktext=[_tick(value.value, value.num_out_of_memory) for value in one.values],

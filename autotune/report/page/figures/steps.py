@@ -15,6 +15,10 @@ from trials.breakdown import FRACTIONS
 
 ROW = 46
 """Pixels of a bar with its label."""
+PALE = frozenset({"idle", "exposed_copy"})
+"""Parts whose colour takes dark text."""
+ROOM = 1.18
+"""Of an axis, so that what stands beside the longest bar is on it."""
 MANY_RANKS = 64
 NARROW = 26
 """Characters of a label beside a bar."""
@@ -45,7 +49,9 @@ def waterfall(summary: Summary) -> go.Figure | None:
                     _level(value) if kind != "relative" else _change(value)
                     for (_, kind, _, _), value in zip(bars, values, strict=True)
                 ],
-                textposition="auto",
+                textposition="outside",
+                textangle=0,
+                cliponaxis=False,
                 hovertext=[_worth(worth, note, kind) for _, kind, worth, note in bars],
                 hoverinfo="text",
                 increasing={"marker": {"color": BEST}},
@@ -55,7 +61,10 @@ def waterfall(summary: Summary) -> go.Figure | None:
             )
         ],
         height=70 + max(ROW, 17 * lines + 14) * len(bars),
-        xaxis=axis("tokens/s per rank", rangemode="tozero"),
+        xaxis=axis(
+            "tokens/s per rank",
+            range=[0, ROOM * max(made.baseline.tokens_per_s_per_rank.value, made.winner.tokens_per_s_per_rank.value)],
+        ),
         yaxis={"autorange": "reversed", "automargin": True},
         showlegend=False,
     )
@@ -100,7 +109,7 @@ def step_parts(summary: Summary) -> go.Figure | None:
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
-            insidetextfont={"color": "#ffffff"},
+            insidetextfont={"color": "#1c2330" if name in PALE else "#ffffff"},
             hovertemplate=f"{name.replace('_', ' ')}: %{{x:.1f}} % of the step<extra></extra>",
         )
         for name in FRACTIONS
@@ -108,11 +117,11 @@ def step_parts(summary: Summary) -> go.Figure | None:
     lines = max(label.count("<br>") + 1 for label in labels)
     return figure(
         traces,
-        height=110 + max(ROW, 17 * lines + 14) * len(told),
+        height=70 + max(ROW, 17 * lines + 14) * len(told),
         barmode="stack",
-        xaxis=axis("share of a profiled step", ticksuffix=" %", range=[0, 100]),
+        xaxis=axis("share of a profiled step", ticksuffix=" %", range=[0, 100], dtick=20),
         yaxis={"autorange": "reversed", "automargin": True},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        showlegend=False,  # the page has one, which wraps on a phone
     )
 
 
@@ -128,7 +137,7 @@ def rank_times(summary: Summary) -> go.Figure | None:
     return figure(
         traces,
         height=300,
-        xaxis=axis("rank", **ticks),
+        xaxis=axis("rank", range=[-0.6, num_ranks - 0.4], **ticks),
         yaxis=axis("seconds a step", rangemode="tozero"),
         hovermode="closest",
     )

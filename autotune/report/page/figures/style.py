@@ -70,7 +70,7 @@ def figure(traces: Sequence[Any], height: int = HEIGHT, **layout: Any) -> go.Fig
         layout={
             "template": {},
             "height": height,
-            "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
+            "margin": {"l": 8, "r": 24, "t": 8, "b": 8},
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
             "hoverlabel": {"align": "left"},
             "bargap": 0.35,
