@@ -34,6 +34,7 @@ from trials.outcome import Outcome
 
 MANY = 400
 """Points from which they are drawn small."""
+MARKED = ("diamond", "star")
 NOT_TRIED = str(Outcome.PREDICTED_OOM)
 
 
@@ -73,7 +74,7 @@ def speed_and_memory(summary: Summary) -> go.Figure | None:
                     {
                         "color": colour,
                         "symbol": symbol,
-                        "size": size + 3 * (kind == "baseline" or symbol == "star"),
+                        "size": size + 3 * (symbol in MARKED),
                         "opacity": 0.85,
                     },
                 )
@@ -179,7 +180,7 @@ def best_so_far(summary: Summary, *, over_hours: bool) -> go.Figure | None:
             hovertemplate="%{text}<extra></extra>",
         ),
     ]
-    title = f"{hours} of all attempts" if over_hours else "attempts, in the order in which they ended"
+    title = f"{hours} of all attempts" if over_hours else "attempts, as they ended"
     made = figure(traces, height=300, xaxis=axis(title, rangemode="tozero"), yaxis=unit.axis(), hovermode="closest")
     for start, end, stage in _stages(told, x):
         if stage not in (BASELINE_STAGE, SIDE_BY_SIDE):
