@@ -44,11 +44,12 @@
   }
 
   const drawn = new Set();
-  function draw(place) {
+  function draw(place, width) {
     const figure = figures[place.id];
-    if (!figure || drawn.has(place)) return;
+    if (!figure) return;
     drawn.add(place);
-    Plotly.newPlot(place, figure.data, themed(figure.layout), options);
+    const layout = themed(figure.layout);
+    Plotly.newPlot(place, figure.data, width ? { ...layout, width } : layout, options);
     if (place.id === "speed-and-memory") place.on("plotly_click", pick);
   }
 
@@ -64,7 +65,9 @@
 
   // A figure is drawn when it comes near, so that a long page opens at once; all are drawn for printing.
   const near = new IntersectionObserver(
-    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => draw(entry.target)),
+    (entries) => entries
+      .filter((entry) => entry.isIntersecting && !drawn.has(entry.target))
+      .forEach((entry) => draw(entry.target)),
     { rootMargin: "800px" },
   );
   for (const place of places) {
@@ -79,15 +82,11 @@
   const light = { "--text": "#000000", "--quiet": "#4a4f58", "--line": "#cfd3da", "--grid": "#e4e7ec", "--hover": "#ffffff" };
   addEventListener("beforeprint", () => {
     for (const [name, value] of Object.entries(light)) document.documentElement.style.setProperty(name, value);
-    places.forEach(draw);
-    for (const place of drawn) {
-      const half = place.parentElement.matches(".pair, .grid");
-      Plotly.relayout(place, { ...theme(place.layout), autosize: false, width: half ? PAPER / 2 - 12 : PAPER });
-    }
+    for (const place of places) draw(place, place.parentElement.matches(".pair, .grid") ? PAPER / 2 - 12 : PAPER);
   });
   addEventListener("afterprint", () => {
     for (const name of Object.keys(light)) document.documentElement.style.removeProperty(name);
-    drawn.forEach((place) => Plotly.relayout(place, { ...theme(place.layout), autosize: true, width: null }));
+    drawn.forEach((place) => draw(place));
   });
 
   // Where the browser gives no clipboard to a page from disk, the text is selected and copied the old way.

@@ -17,6 +17,7 @@ from autotune.report.facts.configs import RATING_CAVEAT
 from autotune.report.page import words
 from autotune.report.page.figures import make_figures
 from autotune.report.page.figures.found import stage_words
+from autotune.report.page.figures.style import PARTS
 from autotune.report.text import percent
 
 MOST_FAILURES = 50
@@ -50,6 +51,7 @@ def make_page(summary: Summary, shown_folder: str) -> str:
         "hours_unit": words.hours_unit(summary),
         "rating_caveat": RATING_CAVEAT,
         "folder": shown_folder,
+        "parts": PARTS,
         "stages": stage_words(summary.progress),
         "cost_lines": cost_lines(summary.cost) if summary.cost else [],
         "percent_of": percent,

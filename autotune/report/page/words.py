@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from autotune.errors import printable
 from autotune.interleaved import Figure
 from autotune.report.cost import amount, hours
@@ -47,20 +49,38 @@ def spanned(numbers: list[int], most: int = 12) -> str:
     return listed if len(numbers) <= most else f"{listed} and {len(numbers) - most:,} more"
 
 
+def unbroken(form: Callable[..., str]) -> Callable[..., str]:
+    """A number stays beside its unit."""
+    return lambda *arguments: form(*arguments).replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def points(fraction: float | None) -> str:
+    """A difference of two percentages."""
+    return "-" if fraction is None else f"{100 * fraction:+.1f} points"
+
+
+def code_marked(text: str) -> Markup:
+    """What stands between backticks is code; all of it is escaped."""
+    parts = str(escape(printable(text))).split("`")
+    return Markup("".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts)))
+
+
 FILTERS: dict[str, Callable[..., str]] = {
+    "code_marked": code_marked,
+    "points": unbroken(points),
     "amount": amount,
     "count": count,
     "duration": duration,
-    "gib": gib,
+    "gib": unbroken(gib),
     "hours": hours,
     "interval": interval,
-    "percent": percent,
+    "percent": unbroken(percent),
     "printable": printable,
     "rate": rate,
-    "seconds": seconds,
+    "seconds": unbroken(seconds),
     "setting": setting,
     "signed": signed,
-    "signed_percent": signed_percent,
+    "signed_percent": unbroken(signed_percent),
     "spanned": spanned,
     "words": words,
 }

@@ -119,7 +119,7 @@ def step_parts(summary: Summary) -> go.Figure | None:
         traces,
         height=70 + max(ROW, 17 * lines + 14) * len(told),
         barmode="stack",
-        xaxis=axis("share of a profiled step", ticksuffix=" %", range=[0, 100], dtick=20),
+        xaxis=axis("share of a profiled step", ticksuffix=" %", range=[0, 100], dtick=25, tickangle=0),
         yaxis={"autorange": "reversed", "automargin": True},
         showlegend=False,  # the page has one, which wraps on a phone
     )
