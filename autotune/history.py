@@ -200,18 +200,9 @@ class History:
             if path.name in without:
                 continue
             try:
-                theirs = pq.read_schema(path)
-                problem = _not_ours(theirs)
-                # Read under our schema, whatever types the file claims; a column that it has not is null.
-                found = (
-                    []
-                    if problem
-                    else pq.read_table(path, partitioning=None, schema=SCHEMA).to_pylist(maps_as_pydicts="strict")
-                )
+                found, problem = _read(path)
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
-                problem, found = f"unreadable: {(str(error).splitlines() or [''])[0]}", []
-            if not problem:
-                found = [_migrated(row, theirs) for row in found]
+                found, problem = [], f"unreadable: {(str(error).splitlines() or [''])[0]}"
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
             rows.extend(found)
@@ -221,6 +212,23 @@ class History:
 
     def _files(self) -> Iterable[Path]:
         return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file, and what is wrong with it; nothing if it can be read.
+
+    Raises:
+        pa.ArrowException, OSError, ValueError, KeyError, OverflowError: it is torn, or not what it says.
+    """
+    with pq.ParquetFile(path) as file:
+        theirs = file.schema_arrow
+        problem = _not_ours(theirs)
+        if problem:
+            return [], problem
+        # What was not written by this version is read under our schema, whatever types the file claims; a column that
+        # it has not is null.
+        table = file.read() if theirs.equals(SCHEMA) else pq.read_table(path, partitioning=None, schema=SCHEMA)
+    return [_migrated(row, theirs) for row in table.to_pylist(maps_as_pydicts="strict")], ""
 
 
 _DEFAULTS = {

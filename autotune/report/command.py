@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ def report(run_folder: Path, output: Path | None, tokens: float | None, **asked:
         assumptions = _assumptions(run, tokens, asked)
         status.update(f"drawing {count(len(run.attempts), 'attempt')}")
         summary = summarise(run, assumptions)
-        made = {page: make_page(summary, str(run_folder)), page.with_name(SUMMARY): json.dumps(summary.to_dict())}
+        made = {page: make_page(summary, str(run_folder)), page.with_name(SUMMARY): summary.to_json()}
         status.update(f"writing {page}")
         _write(made)
     for path in made:
