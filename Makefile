@@ -16,8 +16,9 @@ CONFIGS_ALONE := torchtitan axolotl
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients-installed
+BROWSER := $(VENV)/.browser-installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-browser test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -36,6 +37,9 @@ test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, 
 
 test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
 	$(PYTEST) tests/clients $(OF_TRAINERS)
+
+test-browser: $(BROWSER)  ## the report's page in Debian's chromium (apt-get install chromium chromium-driver)
+	$(BIN)/python -m pytest tests/browser
 
 test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
@@ -64,6 +68,10 @@ $(CLIENTS): $(DEV)
 	@echo "installing the trainers that are tested with: minutes"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,clients-test]'
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(CONFIGS_ALONE)
+	touch $@
+
+$(BROWSER): $(DEV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,browser-test]'
 	touch $@
 
 clean:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -188,17 +188,20 @@ class History:
     def file_names(self) -> set[str]:
         return {path.name for path in self._files()}
 
-    def rows(self, without: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+    def rows(
+        self, without: Collection[str] = (), told: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         """All attempts in order, and a line on each file that is not one (torn, foreign, of another version).
 
         Args:
             without: names of files to leave out.
+            told: after each file, how many were read of how many; some milliseconds pass between two.
         """
         rows: list[dict[str, Any]] = []
         skipped: list[str] = []
-        for path in self._files():
-            if path.name in without:
-                continue
+        paths = [path for path in self._files() if path.name not in without]
+        for number, path in enumerate(paths, 1):
+            told(number, len(paths))
             try:
                 found, problem = _read(path)
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:

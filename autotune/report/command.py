@@ -50,7 +50,7 @@ def report(run_folder: Path, output: Path | None, tokens: float | None, **asked:
     if output is not None and output.is_dir():
         page = output / PAGE
     with Console(stderr=True).status("reading the history") as status:
-        run = load(run_folder)
+        run = load(run_folder, lambda done, of: status.update(f"reading the history: {done:,} of {of:,} files"))
         assumptions = _assumptions(run, tokens, asked)
         status.update(f"drawing {count(len(run.attempts), 'attempt')}")
         summary = summarise(run, assumptions)
