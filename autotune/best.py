@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import WHOLE, Knobs
+from trials.record import TRAINER, WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -109,15 +109,15 @@ def best_content(
     return {
         "complete": complete,
         "verdict": verdict.sentence() if verdict else no_verdict,
-        "settings": best.attempt.knobs.to_dict(),
+        "settings": study.told(best.attempt.knobs),
         "training": {
             "precision": job.training.precision,
             "reduce_dtype": best.attempt.knobs.reduce_dtype or "fp32",
             "target_world_size": job.batch.target_world_size,
             "global_batch_size": job.global_batch_size,
-            "seq_len": job.model.seq_len,
+            "seq_len": job.seq_len,
         },
-        "data": {"source": job.data.source, "loader_measured": not job.data.is_synthetic},
+        "data": {"source": job.data.source if job.data else TRAINER, "loader_measured": job.loader_measured},
         "evidence": best.to_dict(study.limits),
         "gain": (
             {
@@ -126,7 +126,7 @@ def best_content(
                 "high": verdict.high,
                 "confidence": CONFIDENCE,
                 "num_paired_rounds": verdict.num_rounds,
-                "settings": candidate.to_dict(),
+                "settings": study.told(candidate),
             }
             if verdict and candidate
             else None
@@ -136,8 +136,8 @@ def best_content(
         "fallback": _with_settings(fallback, study.limits) if fallback else None,
         "warm_start": warm_start,
         "conventions": {
-            "flops_convention": study.model.flops_convention,
-            "flops_per_token": study.model.flops_per_token,
+            "flops_convention": row.get("flops_convention") or study.model.flops_convention,
+            "flops_per_token": row.get("flops_per_token"),
             "peak_tflops_per_s": study.peak.tflops_per_s,
             "peak_dtype": study.peak.dtype,
             "peak_source": study.peak.source,
@@ -220,7 +220,7 @@ class _Training(_Part):
     precision: Literal["fp32", "bf16"]
     reduce_dtype: Literal["fp32", "bf16"]
     target_world_size: int
-    seq_len: int
+    seq_len: int | None
 
 
 class _Gain(_Part):
@@ -291,7 +291,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
         knobs=Knobs.from_dict(best["settings"]),
         precision=training["precision"],
         world_size=training["target_world_size"],
-        seq_len=training["seq_len"],
+        seq_len=training["seq_len"] or 0,
         evidence=[
             *([f"SIMULATED, not measured: {fingerprint.get('simulated_cluster')}"] if simulated else []),
             f"{'Simulated' if simulated else 'Measured'}: {rate(evidence['tokens_per_s_per_rank'])} tokens/s per rank, "

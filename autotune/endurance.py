@@ -18,7 +18,9 @@ def status_of(attempt: Attempt) -> str:
     return PASSED if attempt.outcome is Outcome.OK else FAILED
 
 
-def endurance_content(attempt: Attempt | None, why_not: str, failed: list[Attempt], seq_len: int) -> dict[str, Any]:
+def endurance_content(
+    attempt: Attempt | None, why_not: str, failed: list[Attempt], seq_len: int | None
+) -> dict[str, Any]:
     """What best.yaml says of it.
 
     Args:

@@ -17,9 +17,10 @@ from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
+from autotune.trainer.order import make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
-from trials.record import Knobs, Measure, TrialSpec
+from trials.record import TRAINER, Knobs, Measure, TrialSpec
 
 MET_BY_NOTHING = 1e-9
 """A relative confidence interval that no trial reaches."""
@@ -62,11 +63,11 @@ def make_spec(
     return TrialSpec(
         trial=trial,
         stage=stage,
-        workload=job.model.workload,
-        model=job.model.factory_arguments(),
-        seq_len=job.model.seq_len,
-        data=job.data.model_dump(),
-        global_batch_size=job.global_batch_size // job.batch.target_world_size * runner.world_size,
+        workload=job.workload,
+        model=job.model.factory_arguments() if job.model is not None else {},
+        seq_len=job.seq_len or 0,
+        data=job.data.model_dump() if job.data is not None else {"source": TRAINER},
+        global_batch_size=job.global_batch_size * runner.world_size // job.batch.target_world_size,
         precision=job.training.precision,
         optimizer=job.training.optimizer.model_dump(mode="json"),
         world_size=runner.world_size,
@@ -78,11 +79,12 @@ def make_spec(
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
         timeout_s=measure.trial_timeout_s,
-        composed=is_long and stage == SIDE_BY_SIDE,
+        composed=is_long and stage == SIDE_BY_SIDE and job.trainer is None,
+        trainer=make_order(job, knobs, runner.world_size) if job.trainer is not None and knobs is not None else None,
         compile_timeout_s=measure.compile_timeout_s,
-        import_paths=(job.model.import_path,) if job.model.import_path else (),
+        import_paths=(job.model.import_path,) if job.model is not None and job.model.import_path else (),
         matmul_micro_batch_size=job.baseline.micro_batch_size if knobs is None and job.cluster.calibrate_peak else None,
-        profile="breakdown" if stage in PROFILED_STAGES else "",
+        profile="breakdown" if stage in PROFILED_STAGES and job.trainer is None else "",
     )
 
 

@@ -147,9 +147,9 @@ class Run:
 
     def _estimate(self) -> str:
         measure, flops = self.job.measure, self.study.model.flops_per_token
-        if self.study.peak.tflops_per_s is None or flops is None:
+        if self.study.peak.tflops_per_s is None or flops is None or self.job.seq_len is None:
             return "known once the baseline has run"
-        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
+        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.seq_len
         step_s = tokens * flops / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
         steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
         self.measurer.mean_trial_s = OVERHEAD_S + steps * step_s
@@ -186,27 +186,31 @@ class Run:
         base = self.space.baseline
         torchs_own: dict[str, Any] = dict.fromkeys(ENGINE_KNOBS) | {"cpu_offload": base.cpu_offload}
         sharding = [engine for engine in (base.engine, *self.job.training.engines) if engine != "ddp"]
-        return self.space.canonical(
-            replace(
-                base,
-                **torchs_own,
-                engine=sharding[0] if sharding else "ddp",
-                micro_batch_size=1,
-                grad_accum_steps=self.space.pairs[1],
-                sync_each_micro_batch=True,
-                bucket_cap_mb=max(self.space.facts.block_mib) if sharding else base.bucket_cap_mb,
-                blocks_per_unit=1,
-                activation_checkpointing="full",
-            )
-        )
+        careful = torchs_own | {
+            "engine": sharding[0] if sharding else "ddp",
+            "micro_batch_size": 1,
+            "grad_accum_steps": self.space.accumulation(replace(base, micro_batch_size=1)),
+            "sync_each_micro_batch": True,
+            "bucket_cap_mb": max(self.space.facts.block_mib) if sharding else base.bucket_cap_mb,
+            "blocks_per_unit": 1,
+            "activation_checkpointing": "full",
+        }
+        own = set() if self.job.trainer is None else careful.keys() - self.job.handed
+        own -= {"grad_accum_steps"} if "micro_batch_size" in self.job.handed else set()
+        return self.space.canonical(replace(base, **{name: careful[name] for name in careful.keys() - own}))
 
     def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
         num_shards = 1 if attempt.knobs.engine == "ddp" else self.study.world_size
         states_gib = STATE_BYTES * self.study.model.num_params / num_shards / GIB
         return NothingFitsError(
             f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
-            f"memory: {attempt.reason.splitlines()[0]}\n  weights, gradients and the optimizer's states alone take "
-            f"about {gib(states_gib)} per rank, and gathered weights and activations come on top",
+            f"memory: {attempt.reason.splitlines()[0]}"
+            + (
+                f"\n  weights, gradients and the optimizer's states alone take about {gib(states_gib)} per rank, and "
+                "gathered weights and activations come on top"
+                if states_gib
+                else ""
+            ),
             "raise the limit, use more ranks, or shorten model.seq_len",
         )
 
@@ -422,7 +426,7 @@ class Run:
             candidate=candidate.knobs if candidate else None,
             no_verdict=self._no_verdict(complete),
             endurance=endurance_content(
-                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.model.seq_len
+                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.seq_len
             ),
             warm_start=[one.to_dict() for one in self._priors],
             complete=complete,

@@ -59,12 +59,11 @@ class Survey:
             usable = gib(limits.limit_gib * (1 - limits.headroom))
             limit = f"{gib(limits.limit_gib)} per rank, {usable} usable ({limits.headroom:.0%} headroom)"
         target = job.batch.target_world_size
-        batch = job.global_batch_size
         return (
             (f"  SIMULATED, nothing is measured: {self.study.simulated}\n" if self.study.simulated else "")
             + f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
             f"{flops} [{model.flops_convention}]\n"
-            f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
+            f"  global batch: {job.batch_text}\n"
             f"  data: {self.data}\n"
             f"  device: {self.device_name}, {_ranks(job)}; peak: {known}\n"
             f"  memory limit: {limit}"
@@ -203,7 +202,7 @@ def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Su
         simulated=runner.simulated,
     )
     data = _describe_data(job, found, runner.world_size)
-    shape = of_surveyed(job.model, found, job.training.precision)
+    shape = of_surveyed(job.model, found, job.training.precision) if job.model is not None else None
     return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data, shape)
 
 
@@ -213,7 +212,7 @@ def _typed(kind: type[T], value: object) -> T:
 
 
 def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
-    if job.data.is_synthetic or "num_sequences" not in found:  # nobody has read it
+    if job.data is None or job.data.is_synthetic or "num_sequences" not in found:  # nobody has read it
         return str(found["data"])
     batch = job.global_batch_size // job.batch.target_world_size * world_size
     return (

@@ -150,7 +150,7 @@ class WarmStart:
             "FLOPs per token": study.model.flops_per_token,
         }
         here = {
-            "workload": self._study.job.model.workload,
+            "workload": self._study.job.workload,
             "parameters": self._study.model.num_params,
             "FLOPs per token": self._study.model.flops_per_token,
         }
@@ -223,10 +223,9 @@ def _checked(kind: Any, path: Path) -> Any:
 
 def _in_space(knobs: Knobs, space: SearchSpace) -> Knobs | None:
     """The config as this run would spell it; None if this run would not try it."""
-    accumulation = space.pairs.get(knobs.micro_batch_size)
-    if accumulation is None:
+    if knobs.micro_batch_size not in space.pairs or not space.knows(knobs.custom):
         return None
-    here = space.canonical(replace(knobs, grad_accum_steps=accumulation))
+    here = space.canonical(replace(knobs, grad_accum_steps=space.accumulation(knobs)))
     return here if space.contains(here) else None
 
 

@@ -15,6 +15,16 @@ from trials.flops import matmul_params, model_flops
 from trials.workload import Workload
 from trials.wrap import block_mib, block_names
 
+NOT_DECLARED: dict[str, Any] = {
+    "num_params": 0,
+    "num_matmul_params": 0,
+    "num_blocks": 1,
+    "block_mib": [1.0],
+    "flops_per_token": None,
+    "flops_per_token_causal": None,
+    "flops_convention": "counted in the trials",
+}
+"""Of a user's own trainer whose model the job does not describe: stands in for what nobody knows."""
 PROBE_SIZES = (512, 1024, 2048)
 PROBE_S = 2.0
 

@@ -326,7 +326,7 @@ def shared_memory(exam: Examination, node: NodeFacts) -> Finding | None:
     workers, free_mib = _most(exam, "num_workers"), node.machine.shm_free_mib
     if free_mib is None:
         return Finding("problem", "/dev/shm", "missing, or not writable: loader workers need it", how)
-    batch_mib = _most(exam, "micro_batch_size") * (exam.job.model.seq_len + 1) * 8 / MIB
+    batch_mib = _most(exam, "micro_batch_size") * ((exam.job.seq_len or 0) + 1) * 8 / MIB
     needed_mib = exam.job.cluster.ranks_per_node * workers * (_most(exam, "prefetch_factor") + 1) * batch_mib
     value = f"{gib(free_mib / 1024)} free; loaders may hold {needed_mib:.3g} MiB of batches"
     if needed_mib > free_mib:

@@ -175,7 +175,7 @@ class Physics:
         self._codes = {name: _codes(self.configs, name) for name in self.world.hidden.names}
         device = self.world.cluster.device
         self.predictor = Remembered(
-            closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
+            closed_form(self.job, of_model(self.job.built_in[0]), "cuda", device, self.world.world_size)
         )
 
     def table(self, name: str, effect: Callable[[str, object], float]) -> Numbers:
@@ -242,7 +242,7 @@ class Landscape:
         memory = np.exp(np.sum([shared.table(name, hidden.memory_level) for name in MEMORY_KNOBS], axis=0))
         fragments = np.array([hidden.fragments(knobs) for knobs in self.configs])
         judged = judge(shared.allocated * memory, shared.pools * memory, fragments, world.capacity_bytes)
-        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
+        tokens = self.job.global_batch_size // self.job.batch.target_world_size * (self.job.seq_len or 0)
         self.rates = tokens / (shared.step_s * np.exp(np.sum(effects, axis=0)) * (1 + judged.retry_cost))
         self.allocated_gib, self.needed_gib = shared.allocated * memory / GIB, judged.needed / GIB
         self.retries, self.reserved_gib = judged.retries, judged.reserved / GIB
