@@ -120,7 +120,9 @@ def _space_of(trainer: Any) -> dict[str, Any]:
         taken = handed(Trainer.model_validate_json(json.dumps(trainer)))
     except (TypeError, ValueError):
         return {}  # the job's own validation says what is wrong
-    return {name: values for name, values in _parse_mapping(shipped("spaces")["default"], "space").items() if name in taken}
+    return {
+        name: values for name, values in _parse_mapping(shipped("spaces")["default"], "space").items() if name in taken
+    }
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:

@@ -93,7 +93,6 @@ class Study:
     simulated: str = ""
     """The modelled cluster that stood in for a real one; empty if everything was measured."""
 
-
     def told(self, knobs: Knobs) -> dict[str, Any]:
         """A config, for files: null where the user's own trainer decides."""
         return knobs.to_dict() if self.job.trainer is None else untouched(knobs.to_dict(), self.job.handed)

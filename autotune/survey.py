@@ -53,7 +53,6 @@ class Survey:
         known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
         if self.study.achievable_tflops_per_s:
             known += f"; achievable in the model's matmuls: {self.study.achievable_tflops_per_s:.3g} TFLOP/s"
-        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
         limit = "none"
         if limits.limit_gib:
             usable = gib(limits.limit_gib * (1 - limits.headroom))
@@ -61,8 +60,7 @@ class Survey:
         target = job.batch.target_world_size
         return (
             (f"  SIMULATED, nothing is measured: {self.study.simulated}\n" if self.study.simulated else "")
-            + f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
-            f"{flops} [{model.flops_convention}]\n"
+            + f"  model: {self._describe_model()}\n"
             f"  global batch: {job.batch_text}\n"
             f"  data: {self.data}\n"
             f"  device: {self.device_name}, {_ranks(job)}; peak: {known}\n"
@@ -75,6 +73,15 @@ class Survey:
             )
             + ("\n  losses are not compared with the baseline's: the model has dropout" if model.is_random else "")
             + "".join(f"\n  {note}" for note in self.space.notes)
+        )
+
+    def _describe_model(self) -> str:
+        model = self.study.model
+        if self.study.job.model is None:
+            return "your trainer's own: parameters and FLOPs are counted in its trials"
+        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
+        return (
+            f"{model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, {flops} [{model.flops_convention}]"
         )
 
 

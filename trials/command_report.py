@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trials.machine import cpu_name
 from trials.outcome import Outcome, describe_exit
 from trials.record import RankReport
 
@@ -65,6 +66,8 @@ def report_of(rank: int, log: Path, ended: Ended) -> RankReport | None:
     timed = [event for event in steps if event["timed"]]
     if "window" in by_name and timed:
         _take_times(report, by_name["window"], timed)
+    if ended.device == "cpu":
+        report.device_name = cpu_name()
     _take_memory(report, by_name.get("memory"), ended)
     outcome = _outcome(by_name, len(steps), len(timed), ended)
     if outcome is None:

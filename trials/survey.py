@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from trials.flops import matmul_params, model_flops
+from trials.machine import cpu_name
 from trials.workload import Workload
 from trials.wrap import block_mib, block_names
 
@@ -76,15 +76,6 @@ def cuda_facts() -> dict[str, float]:
         "sm_count": properties.multi_processor_count,
         "device_memory_gib": properties.total_memory / 2**30,
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _nvidia_driver_version() -> str:

@@ -75,9 +75,7 @@ class NodeAgent:
         interpreter: of the ranks; a user's own command is started by ours all the same.
     """
 
-    def __init__(
-        self, device: str, launcher: str, threads_per_rank: int = 1, interpreter: Interpreter = OURS
-    ) -> None:
+    def __init__(self, device: str, launcher: str, threads_per_rank: int = 1, interpreter: Interpreter = OURS) -> None:
         # Ray's workers may have inherited the driver's mask (slots.py); what ranks start must end by SIGTERM as usual.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._scratch = Path(tempfile.mkdtemp(prefix="autotune-"))

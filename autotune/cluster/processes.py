@@ -17,6 +17,7 @@ import psutil
 from autotune.cluster.interpreter import OURS, Interpreter
 from trials.adopted import descendants
 
+
 class Launcher(Protocol):
     """Starts rank processes, each the leader of its own process group, and tells how they ended."""
 

@@ -40,7 +40,9 @@ def _head(plan: Plan) -> list[str]:
     known = f"{plan.peak.tflops_per_s:.4g} TFLOP/s ({plan.peak.source})" if plan.peak.tflops_per_s else plan.peak.source
     lines = [
         "the job is valid; predictions only, nothing has been measured",
-        f"  model: {size}{plan.counted}" if job.model is None else f"  model: {size}{plan.space.facts.num_blocks} blocks; {plan.counted}",
+        f"  model: {size}{plan.counted}"
+        if job.model is None
+        else f"  model: {size}{plan.space.facts.num_blocks} blocks; {plan.counted}",
         f"  global batch: {job.batch_text}",
         f"  device: {plan.device_name or plan.device}; memory: {limit}; peak: {known}",
         f"  ranks: {plan.trial_world} a trial, {job.batch.target_world_size} in the real run",

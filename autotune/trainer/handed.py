@@ -105,7 +105,10 @@ def check_blocks(space: Section, baseline: Section) -> None:
     Raises:
         ValueError: such a knob, or every_K checkpointing.
     """
-    modes = (*(getattr(space, "activation_checkpointing", None) or ()), getattr(baseline, "activation_checkpointing", ""))
+    modes = (
+        *(getattr(space, "activation_checkpointing", None) or ()),
+        getattr(baseline, "activation_checkpointing", ""),
+    )
     wrong = [f"space.{name}" for name in OF_BLOCKS if getattr(space, name, None)]
     wrong += [f"activation_checkpointing = {mode}" for mode in modes if mode.startswith("every_")]
     if wrong:
