@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -204,7 +204,12 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
     model: type[BaseModel] = Job
     for key in keys:
         field = model.model_fields.get(key)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+        if field is None:
             return None
-        model = field.annotation
+        # `Model | None` is the section, too.
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        if not sections:
+            return None
+        model = sections[0]
     return model

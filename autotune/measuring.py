@@ -17,7 +17,7 @@ from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
-from autotune.trainer.order import make_order
+from autotune.trainer.order import TIMED_SHARE, make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
 from trials.record import TRAINER, Knobs, Measure, TrialSpec
@@ -275,6 +275,9 @@ class Measurer:
             Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
         )
         measure = spec.measure
+        if spec.trainer is not None:  # what it saves and evaluates is its own, and not run
+            longer = {"timed_steps": steps, "max_s": TIMED_SHARE * self._endurance_s()}
+            return replace(spec, trainer=spec.trainer | longer, timeout_s=self._endurance_s())
         return replace(
             spec,
             # Its throughput is a by-product, and not what ends it: the steps do, or the time of a config of slow ones.
@@ -325,7 +328,7 @@ class Measurer:
     def _timeout_s(self, spec: TrialSpec) -> float:
         measure = self.study.job.measure
         compile_s = measure.compile_timeout_s if spec.knobs is not None and spec.knobs.compile else 0.0
-        if spec.checkpoint_dir is None:
+        if spec.stage != ENDURANCE:
             return measure.trial_timeout_s + compile_s
         # Blocks are compiled once more for the evaluation.
         return self._endurance_s() + 2 * compile_s

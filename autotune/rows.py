@@ -269,17 +269,20 @@ def _storable(applied: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def workload_digest(spec: TrialSpec) -> str:
     """Names model, data, batch and precision: what must be equal for two throughputs to be comparable."""
-    return digest(
-        [
-            spec.workload,
-            spec.model,
-            spec.seq_len,
-            spec.data,
-            spec.global_batch_size,
-            spec.precision,
-            spec.optimizer,
-        ]
-    )
+    trained: list[Any] = [
+        spec.workload,
+        spec.model,
+        spec.seq_len,
+        spec.data,
+        spec.global_batch_size,
+        spec.precision,
+        spec.optimizer,
+    ]
+    if spec.trainer is not None:
+        trained.append(
+            {name: spec.trainer[name] for name in ("command", "env", "launcher", "tokens", "python", "prefix")}
+        )
+    return digest(trained)
 
 
 def _environment(reports: list[RankReport]) -> dict[str, Any]:

@@ -386,6 +386,12 @@ class Run:
         return attempt
 
     def _take_in(self, attempt: Attempt) -> None:
+        if attempt.outcome is Outcome.MISAPPLIED and self.job.trainer is not None:
+            raise UserError(
+                f"trial {attempt.trial} ({attempt.stage}) did not do what was asked of it, and so would others: "
+                f"{attempt.reason}",
+                f"its output and what its ranks showed are in {self.out / attempt.row['log_path']}",
+            )
         if attempt.row.get("frac_compute") is not None:
             self._profiled[attempt.knobs] = attempt
         if attempt.stage in ("baseline", "explore"):

@@ -175,7 +175,7 @@ class SearchSpace:
         """Whether a config's own knobs are those of this space, with its values."""
         if custom is None or self._own is None:
             return custom is None and self._own is None
-        own = {OWN + name: value for name, value in custom}
+        own: dict[str, str] = {OWN + name: value for name, value in custom}
         return own.keys() == self._own.keys() and all(value in self._own[name] for name, value in own.items())
 
     def accumulation(self, knobs: Knobs) -> int:
@@ -185,7 +185,7 @@ class SearchSpace:
     def _accumulates(self, values: Mapping[str, Any]) -> bool:
         """Whether a draw has more than one micro-step."""
         parted = math.prod(int(values[OWN + name]) for name in MODEL_PARALLEL if OWN + name in values)
-        return self._per_rank[parted] > values["micro_batch_size"]
+        return bool(self._per_rank[parted] > values["micro_batch_size"])
 
     def _note_no_loader(self, job: Job) -> None:
         asked = {
@@ -228,8 +228,8 @@ class SearchSpace:
                 found[name] = self._extra(job, name)
         if job.trainer is not None:
             decided = {"engine", "micro_batch_size", *job.handed}
-            kept = [name for name in found if name in KNOB_NAMES and name not in decided]
-            found |= {name: (_value(self.baseline, name),) for name in kept}
+            left = [name for name in found if name in KNOB_NAMES and name not in decided]
+            found |= {name: (_value(self.baseline, name),) for name in left}
         return {
             name: tuple(sorted(values)) if name in ORDERED and name != "activation_checkpointing" else values
             for name, values in found.items()

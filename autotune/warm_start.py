@@ -57,8 +57,13 @@ class _JobModel(_Part):
     workload: str = "decoder"
 
 
+class _Trainer(_Part):
+    command: list[str]
+
+
 class _Job(_Part):
-    model: _JobModel
+    model: _JobModel = _JobModel()
+    trainer: _Trainer | None = None
 
 
 NOT_MEASURED = -1.0
@@ -144,13 +149,14 @@ class WarmStart:
 
     def _compare_models(self) -> list[str]:
         study, job = (_checked(kind, self.run / name) for kind, name in ((_Study, STUDY_FILE), (_Job, "job.yaml")))
+        own = self._study.job.trainer
         there = {
-            "workload": job.model.workload,
+            "workload": " ".join(job.trainer.command) if job.trainer else job.model.workload,
             "parameters": study.model.num_params,
             "FLOPs per token": study.model.flops_per_token,
         }
         here = {
-            "workload": self._study.job.workload,
+            "workload": " ".join(own.command) if own else self._study.job.workload,
             "parameters": self._study.model.num_params,
             "FLOPs per token": self._study.model.flops_per_token,
         }

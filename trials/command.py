@@ -1,4 +1,4 @@
-"""Stands for the ranks of a user's own trainer: starts its command, waits, reports in their name, leaves nothing behind.
+"""Stands for ranks of a user's own trainer: starts its command, waits, reports in their name, leaves nothing behind.
 
 `python -P -m trials.command ORDER`. ORDER is a JSON file: {"spec": TrialSpec, "reports": {rank: path}, "scratch": a
 folder of the node, for all trials}. One process for each rank that the command is (`launcher: rank`), or one a node,

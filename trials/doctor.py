@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from trials import machine
 from trials.facts import GIB, MIB, Gpu, TorchFacts
-from trials.survey import cpu_name, device_facts
+from trials.machine import cpu_name
+from trials.survey import device_facts
 
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 COPY_S = 0.5

@@ -47,7 +47,9 @@ INFRASTRUCTURE = frozenset({Outcome.NODE_LOST, Outcome.UNCLEAN_DEVICE, Outcome.I
 NOT_OF_THE_CONFIG = INFRASTRUCTURE | {Outcome.STORAGE_FAILED}
 """Outcomes that say nothing about the config. A disk that is full is full at the next attempt too."""
 
-OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
+OF_THE_WORKLOAD = frozenset(
+    {Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS, Outcome.TOO_SHORT}
+)
 """Of a config that its user chose: the model or the settings are wrong."""
 
 EXIT_OOM = 78

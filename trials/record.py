@@ -389,8 +389,8 @@ class RankReport:
     tokens_per_step: float | None = None
     """Of a user's own trainer: tokens of the timed window / its steps, mean over ranks. None: micro-batch x
     accumulation."""
-    observed: dict[str, Any] | None = None
-    """Of a user's own trainer, beside knobs: what the probe's `applied` says of model, ranks and device."""
+    probe_log: str | None = None
+    """Of a user's own trainer: what the probe wrote on this rank."""
     num_trainable_params: int | None = None
     """Of a user's own trainer, over all ranks."""
     num_steps: int = 0

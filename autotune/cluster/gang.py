@@ -64,7 +64,7 @@ def run_gang(
         if stop.is_set():
             return replace(result, outcome=Outcome.INTERRUPTED, reason="the run was interrupted", failed_rank=None)
         if spec.trainer is not None:
-            result = judged(spec, result)
+            result = judged(spec, result, log_dir)
         if result.outcome is not Outcome.CRASHED or not _PORT_TAKEN.search(result.reason):
             break
     return result

@@ -59,7 +59,7 @@ def handed(trainer: Trainer) -> frozenset[str]:
 
 
 def carried_by(exporter: str) -> set[str]:
-    """Knobs that change what an exporter's file says; its `carried` also names what is left at the trainer's default."""
+    """Knobs that change an exporter's files; its `carried` also names what is left at the trainer's default."""
     usual = _exported(exporter, _USUAL)
     found = set()
     for name, other in _OTHER.items():
@@ -95,7 +95,8 @@ def check_handed(trainer: Trainer, space: Section, baseline: Section, engines: S
     if sizes is not None and sizes != (1,) and not derived & (taken | {"derived"}):
         raise ValueError(
             "space.micro_batch_size: nothing takes the accumulation that goes with it, so the global batch would "
-            "change\n    hint: write {grad_accum_steps} in the command; or {global_batch_size}, if your trainer derives it"
+            "change\n    hint: write {grad_accum_steps} in the command, or for a trainer that derives it "
+            "{global_batch_size}"
         )
 
 

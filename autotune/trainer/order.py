@@ -9,7 +9,7 @@ from autotune.export import EXPORTERS
 from autotune.export.base import Best
 from autotune.trainer.handed import ALWAYS_COMPARED
 from autotune.trainer.section import KNOBS
-from trials.record import MODEL_PARALLEL, Knobs
+from trials.record import Knobs
 
 if TYPE_CHECKING:
     from autotune.job import Job
@@ -38,8 +38,10 @@ def make_order(job: Job, knobs: Knobs, world_size: int) -> dict[str, Any]:
         "values": {name: as_text(name, value) for name, value in asked.items()} | {"global_batch_size": str(sequences)},
         "files": {placeholder: rendered(job, exporter, knobs, world_size) for placeholder, exporter in _files(job)},
         "knobs": {name: asked[name] for name in trainer.via},
+        "handed": sorted(job.handed),
         "expect": expected(job, knobs, world_size),
-        "warmup_steps": measure.warmup_steps,
+        # In the first the probe reads back, and the second shows at what pace to go on.
+        "warmup_steps": max(2, measure.warmup_steps),
         "timed_steps": measure.max_steps,
         "min_steps": measure.min_steps,
         "max_s": TIMED_SHARE * measure.trial_timeout_s,
@@ -76,9 +78,10 @@ def rendered(job: Job, exporter: str, knobs: Knobs, world_size: int) -> dict[str
     wrong = [name for name in exported.lost if name in job.handed and name not in by_name]
     if wrong:
         raise UserError(
-            f"trainer.render: {exporter} cannot carry {wrong[0]} = {getattr(knobs, wrong[0])}: {exported.lost[wrong[0]]}",
-            f"search fewer values of it (export_for: {exporter} leaves out what cannot be carried), or hand it over by a "
-            "placeholder",
+            f"trainer.render: {exporter} cannot carry {wrong[0]} = {getattr(knobs, wrong[0])}: "
+            f"{exported.lost[wrong[0]]}",
+            f"search fewer values of it (export_for: {exporter} leaves out what cannot be carried), or hand it over by "
+            "a placeholder",
         )
     return exported.files
 
@@ -88,9 +91,7 @@ def expected(job: Job, knobs: Knobs, world_size: int) -> dict[str, Any]:
     found = {name: getattr(knobs, name) for name in KNOBS if name in (*ALWAYS_COMPARED, *job.handed)}
     for name in _without_effect(knobs):
         found.pop(name, None)
-    found["world_size"] = world_size
-    if knobs.engine != "ddp" and not set(MODEL_PARALLEL) & dict(knobs.custom or ()).keys():
-        found["shard_mesh_size"] = world_size // (knobs.replicate_degree or 1)
+    found |= {"world_size": world_size, "replicate_degree": knobs.replicate_degree}
     return {name: value for name, value in found.items() if value is not None}
 
 
