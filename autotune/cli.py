@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
-from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
 
 EXIT_INTERRUPTED = 130
 SIMULATE = click.option(
@@ -42,19 +42,13 @@ def cli() -> None:
     help="File to write.",
 )
 def init(template: str, output: Path) -> None:
-    """Write a commented job file to edit."""
-    from autotune.job_file import shipped
+    """Write a commented job file to edit, and what goes with it.
 
-    jobs = shipped("jobs")
-    if template not in jobs:
-        raise UserError(f"--template {template}: no such template", nearest(template, jobs))
-    if output.exists():
-        raise UserError(f"{output}: exists already", "give another file by --output")
-    try:
-        output.write_text(jobs[template])
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}", "give a file you can write by --output") from error
-    click.echo(f"wrote {output}\nnext: edit it, then\n  autotune run {output}")
+    Templates for a trainer of your own: own-trainer, lightning, transformers, accelerate, torchtitan, slurm.
+    """
+    from autotune.templates import write_template
+
+    click.echo("\n".join(write_template(template, output)))
 
 
 @cli.command()

@@ -44,6 +44,8 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     where = str(path) if path else f"{name} (shipped)"
     values = _parse_mapping(text, where)
     folder = path.parent.resolve() if path else Path.cwd()
+    if path is None and "trainer" in values:
+        folder = Path(str(importlib.resources.files("search_spaces") / "trainers"))
     # The space's name first: it becomes a mapping, whose knobs can then be overridden one by one.
     names = [override for override in overrides if override.startswith("space=")]
     for override in names:

@@ -66,7 +66,7 @@ class Trainer(Section):
         texts = [str(value) if isinstance(value, int | float) else value for value in values]
         if len({str(text) for text in texts}) != len(texts):
             raise ValueError(f"{name} = {texts}: the same value twice")
-        return texts
+        return tuple(texts)
 
     @model_validator(mode="after")
     def _names(self) -> Self:
