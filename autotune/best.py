@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import TRAINER, WHOLE, Knobs
+from trials.record import TRAINER, UNTOUCHED, WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -187,7 +187,7 @@ def read_best(run: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         _File.model_validate(content)
         for config in (content, content["baseline"]):
-            config["settings"] = Knobs.from_dict(config["settings"]).to_dict()
+            config["settings"] = _whole(config["settings"])
     except (*UNPARSABLE, TypeError, OSError) as error:
         raise UserError(
             f"{path}: not a best.yaml of fsdp-autotune: {type(error).__name__}: {error}",
@@ -195,6 +195,20 @@ def read_best(run: Path) -> dict[str, Any]:
         ) from error
     assert isinstance(content, dict)
     return content
+
+
+def _whole(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with every knob; null stays what the user's own trainer decides."""
+    knobs = Knobs.from_dict(settings).to_dict()
+    if knobs["custom"] is None:
+        return knobs
+    return {name: None if settings.get(name) is None else setting for name, setting in knobs.items()}
+
+
+def left_to_the_trainer(best: dict[str, Any]) -> list[str]:
+    """Knobs that the user's own command was not handed: nothing was measured of them."""
+    settings = best["settings"]
+    return [] if settings["custom"] is None else [name for name in UNTOUCHED if settings[name] is None]
 
 
 class _Part(BaseModel):
@@ -283,7 +297,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
     """What exporters take, from the content of best.yaml."""
     evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
     conventions = best["conventions"]
-    advice = loader_advice(best)
+    advice, left = loader_advice(best), left_to_the_trainer(best)
     simulated = fingerprint.get("simulated", False)
     label = mfu_label(conventions["peak_source"])
     limit = f" of {gib(conventions['limit_gib'])}" if conventions["limit_gib"] else ""
@@ -300,6 +314,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
             f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",
             f"Verdict: {best['verdict']}",
+            *([f"Left to your own trainer, and no advice here: {', '.join(left)}"] if left else []),
             *([advice] if advice else []),
         ],
     )

@@ -226,7 +226,8 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     from autotune.export import ENGINES
 
     engine = result.best.knobs.engine
-    export = f"{_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}"
+    target = "command" if loaded.trainer is not None else loaded.export_for or "plain"
+    export = f"{_command()} export {_shown(out)} --to {target}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} min. History: {_shown(out)}/history",
@@ -354,7 +355,7 @@ class ExporterOption(click.Option):
         from autotune.export import EXPORTERS
 
         *others, last = EXPORTERS
-        self.help = f"{', '.join(others)} or {last}."
+        self.help = f"{', '.join(others)} or {last}; of a trainer of your own also command."
         return super().get_help_record(ctx)
 
 
@@ -371,9 +372,12 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
     """Write the best config in a trainer's own format."""
     from autotune.best import read_best, to_exportable
     from autotune.export import export as export_to
+    from autotune.trainer.exported import TARGET as COMMAND
+    from autotune.trainer.exported import export_command
 
-    best = to_exportable(read_best(run_folder))
-    exported = export_to(target, best)
+    found = read_best(run_folder)
+    best = to_exportable(found)
+    exported = export_command(run_folder, best) if target == COMMAND else export_to(target, best)
     folder = output if output is not None else run_folder / "export" / target
     main_name = next(iter(exported.files))
     if output is not None and not output.is_dir():
@@ -386,7 +390,9 @@ def export(run_folder: Path, target: str, output: Path | None) -> None:
             click.echo(f"wrote {folder / name}")
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", "give a file you can write by --output") from error
-    present = [name for name in exported.carried if getattr(best.knobs, name) is not None]
+    settings = found["settings"]
+    present = [name for name in exported.carried if settings.get(name) is not None and name != "custom"]
+    present += settings["custom"] if "custom" in exported.carried and settings["custom"] else []
     click.echo(f"carried: {', '.join(present)}")
     for knob, need in exported.lost.items():
         click.echo(f"not carried: {knob}: {need}")
