@@ -80,7 +80,6 @@ import atexit
 import dataclasses
 import errno
 import gc
-import itertools
 import json
 import math
 import multiprocessing
@@ -313,9 +312,10 @@ class Probe:
         self._forwards: Forwards | None = None
         self._observed: Observed | None = None
         self._optimizer: Any = None
-        self._untimed: list[float] = []
-        """Ends of the steps before the clock starts."""
+        self._last_s, self._pace_s = self._started, 0.0
+        """When the last untimed step ended, and what it took."""
         self._num_untimed = 0
+        """So many more steps before the clock starts."""
         self._queued = 0
         self._sustained = True
         self._window: Window | None = None
@@ -433,14 +433,15 @@ class Probe:
         self._sustained = drain <= fit
         self._num_untimed = max(0, self.request["warmup_steps"] - 1) + min(drain, fit)
         self._sustained_steps = math.ceil(QUEUES_TIMED * self._queued / per_step)
-        self._untimed = [time.monotonic()]  # reading back took its time
+        self._last_s = time.monotonic()  # reading back took its time
         self.on_step = self._warm_up
         if self._num_untimed == 0:
             self._open_window()
 
     def _warm_up(self, _optimizer: Any) -> None:
         self._end_untimed_step()
-        if len(self._untimed) > self._num_untimed:
+        self._num_untimed -= 1
+        if self._num_untimed == 0:
             self._open_window()
 
     def _check_seen(self) -> None:
@@ -463,7 +464,7 @@ class Probe:
 
     def _end_untimed_step(self) -> None:
         now = time.monotonic()
-        self._untimed.append(now)
+        self._pace_s, self._last_s = max(now - self._last_s, 1e-6), now
         self._write_step(now, self._take_counts(), timed=False)
 
     def _take_counts(self) -> Counts:
@@ -480,8 +481,7 @@ class Probe:
         if self.request["max_s"] is None:
             return sys.maxsize
         left_s = self.request["max_s"] - (time.monotonic() - self._started)
-        paces = [later - earlier for earlier, later in itertools.pairwise(self._untimed)]
-        return max(0, int(share * left_s / max(paces[-1], 1e-6))) if paces else 0
+        return max(0, int(share * left_s / self._pace_s))
 
     def _open_window(self) -> None:
         assert self._forwards is not None
