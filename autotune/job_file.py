@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 
 from autotune.errors import UserError, nearest
 from autotune.hf_config import read_hf_config
-from autotune.job import ABSENT_KNOBS, Job
+from autotune.job import Job
+from autotune.job_space import ABSENT_KNOBS
 from autotune.trainer.handed import handed
 from autotune.trainer.section import Trainer
 from autotune.yaml12 import load_yaml

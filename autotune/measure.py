@@ -6,7 +6,8 @@ from pathlib import Path
 
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError, nearest
-from autotune.job import Baseline, Job
+from autotune.job import Job
+from autotune.job_space import Baseline
 from autotune.measuring import BY_HAND, Listener, Measurer
 from autotune.rows import Attempt
 from autotune.survey import Survey, take_survey

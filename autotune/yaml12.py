@@ -26,4 +26,8 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError, ValueError, RecursionError: it is none.
     """
-    return yaml.load(text, _Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]

@@ -25,6 +25,8 @@ COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 COPY_S = 0.5
 MAX_GATHER_MIB = {"cpu": 64.0, "cuda": 1024.0}
 NUM_GATHERS = 10
+USUAL_UNIT_MIB = 64.0
+"""For a model that nobody describes."""
 
 
 def torch_facts() -> TorchFacts:

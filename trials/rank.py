@@ -148,7 +148,7 @@ class Rank:
         self.enter("process_group")
         self._init_process_group()
         self.enter("bandwidth")
-        unit_mib = max(self.report.survey["block_mib"])
+        unit_mib = max(self.report.survey["block_mib"]) if self.spec.workload != TRAINER else doctor.USUAL_UNIT_MIB
         gathered = doctor.all_gather(unit_mib, self.spec.device, self._slowest)
         self.report.survey["bandwidth"] = dataclasses.asdict(facts.Bandwidth(copy_gb_per_s, *gathered))
 

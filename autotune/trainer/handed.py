@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autotune.export import EXPORTERS
+from autotune.export import export
 from autotune.export.base import Best, Exported
 from autotune.section import Section
 from autotune.trainer.section import KNOBS, Trainer
@@ -70,7 +70,7 @@ def carried_by(exporter: str) -> set[str]:
 
 
 def _exported(exporter: str, knobs: Knobs) -> Exported:
-    return EXPORTERS[exporter](Best(knobs, "bf16", world_size=4, seq_len=1, evidence=[]))
+    return export(exporter, Best(knobs, "bf16", world_size=4, seq_len=1, evidence=[]))
 
 
 def check_handed(trainer: Trainer, space: Section, baseline: Section, engines: Sequence[str]) -> None:

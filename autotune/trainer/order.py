@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError
-from autotune.export import EXPORTERS
+from autotune.export import export
 from autotune.export.base import Best
 from autotune.trainer.handed import ALWAYS_COMPARED
 from autotune.trainer.section import KNOBS
@@ -72,7 +72,7 @@ def rendered(job: Job, exporter: str, knobs: Knobs, world_size: int) -> dict[str
         UserError: a knob that is searched, and that the file cannot carry.
     """
     seq_len = job.seq_len or 0
-    exported = EXPORTERS[exporter](Best(knobs, job.training.precision, world_size, seq_len, ["A trial's settings."]))
+    exported = export(exporter, Best(knobs, job.training.precision, world_size, seq_len, ["A trial's settings."]))
     assert job.trainer is not None
     by_name = job.trainer.handed_by_name()
     wrong = [name for name in exported.lost if name in job.handed and name not in by_name]

@@ -20,8 +20,8 @@ from autotune.space import SearchSpace
 from autotune.trainer.judged import judged
 from trials.record import Knobs, TrialSpec
 
-HERE = Path(__file__).parent
-COMMAND = ["python", "{probe}", "plain_train.py", "--mbs", "{micro_batch_size}", "--accum", "{grad_accum_steps}"]
+HERE = Path(__file__).parent / "scripts"
+COMMAND = ["python", "{probe}", "plain.py", "--mbs", "{micro_batch_size}", "--accum", "{grad_accum_steps}"]
 TORCHRUN = [
     *("python", "-m", "torch.distributed.run", "--nnodes", "{nnodes}", "--node-rank", "{node_rank}"),
     *("--nproc-per-node", "{nproc}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"),
@@ -43,7 +43,7 @@ class Here:
 
 
 def client_job(trainer: dict[str, Any] | None = None, **sections: Any) -> Job:
-    """Of plain_train.py, with parts of `trainer` and other sections replaced."""
+    """Of scripts/plain.py, with parts of `trainer` and other sections replaced."""
     section = {"command": COMMAND, "folder": str(HERE)} | (trainer or {})
     return validate(Job, SECTIONS | {"trainer": section} | sections, "test.yaml")
 

@@ -49,7 +49,7 @@ def script(folder: Path, text: str) -> dict[str, Any]:
 
 
 def test_a_script_that_knows_no_tuner_is_measured_and_read_back(agent: NodeAgent, tmp_path: Path) -> None:
-    job = client_job({"command": [*COMMAND, "--reshard", "{reshard_after_forward}"]})
+    job = client_job()
     result = run_trial(order_of(job), tmp_path, agent)
     assert result.outcome is Outcome.OK, result.reason
     first, second = (result.reports[rank] for rank in (0, 1))
@@ -188,7 +188,8 @@ def test_a_memory_limit_is_real(agent: NodeAgent, tmp_path: Path) -> None:
 
 
 def test_knobs_reach_a_script_that_asks_for_them(agent: NodeAgent, tmp_path: Path) -> None:
-    text = "from trials.probe import knob\nrows = int(knob('micro_batch_size', 1))\nprint('FLAVOUR', knob('flavour', '?'))\n"
+    text = "from trials.probe import knob\nrows = int(knob('micro_batch_size', 1))\n"
+    text += "print('FLAVOUR', knob('flavour', '?'))\n"
     own = script(tmp_path, text + "while True: step(rows)\n")
     own |= {"via": {"micro_batch_size": "env", "flavour": "env"}, "custom": {"flavour": ["plain", "spicy"]}}
     result = run_trial(order_of(client_job(own)), tmp_path, agent)
