@@ -128,7 +128,7 @@ class Supervisor:
             if exit_code is None:
                 report = RankReport(rank, outcome=Outcome.INVALID.value, reason=problem, error_type="CommandError")
             else:
-                ended = Ended(exit_code, self.command, self.spec.device, self.segments.growth_bytes(rank))
+                ended = Ended(exit_code, self.command, self.spec.device, self.segments.growth_bytes(rank), last_line())
                 told = report_of(rank, self.out / f"rank-{rank}.jsonl", ended)
                 if told is None:
                     continue
@@ -192,6 +192,17 @@ class Supervisor:
         paths = [str(self.node / PACKAGE), command.folder, *filter(None, [found.get("PYTHONPATH")])]
         found |= {"AUTOTUNE_PROBE": str(request), "PYTHONPATH": os.pathsep.join(paths)}
         return found | {name: text.format(**values) for name, text in command.env.items()}
+
+
+def last_line(num_bytes: int = 4096) -> str:
+    """Of what the command has written, where that is a file."""
+    log = Path("/proc/self/fd/1")
+    if not log.is_file():
+        return ""
+    with log.open("rb") as output:
+        output.seek(max(0, log.stat().st_size - num_bytes))
+        lines = output.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:200]
 
 
 def main(order: dict[str, Any]) -> int:

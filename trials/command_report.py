@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trials.machine import cpu_name
-from trials.outcome import Outcome, describe_exit
+from trials.outcome import VANISHED, Outcome, describe_exit
 from trials.probe_log import RankLog, RankOutcome, rank_outcome, read_rank
 from trials.record import RankReport
 
@@ -27,6 +27,8 @@ class Ended:
     device: str
     growth_bytes: int | None
     """Of the rank's data segment."""
+    last_line: str = ""
+    """Of the command's output: for people, who often find the reason in it, and never to tell an outcome by."""
 
 
 def report_of(rank: int, path: Path, ended: Ended) -> RankReport | None:
@@ -58,17 +60,21 @@ def _outcome(log: RankLog, ended: Ended) -> RankOutcome:
     said = rank_outcome(log)
     if said.outcome is Outcome.TOO_SHORT and len(log.timed) >= ended.command.min_steps:
         return RankOutcome(Outcome.OK)
-    if said.outcome is not None or ended.exit_code < 0:
+    gave_up = log.end is not None and log.end["reason"] == "script_ended" and ended.exit_code > 0
+    if (said.outcome is not None and not gave_up) or ended.exit_code < 0:
         return said
+    kind = "CommandError"
     if log.start is not None and ended.exit_code:
-        where = f"after {len(log.steps)} optimizer steps"
+        where = f"after {len(log.steps)} optimizer steps" if log.steps else "before its first optimizer step"
+        kind = kind if gave_up else VANISHED
     elif ended.exit_code:
         where = "before the probe was attached"
     else:
         how = "is {probe} before the script?" if ended.command.attach == "auto" else "does the script attach it?"
         what = f"attach: {ended.command.attach}; {how}"
         return RankOutcome(Outcome.INVALID, f"the command ended, and no probe was attached on this rank ({what})")
-    return RankOutcome(Outcome.CRASHED, f"the command {describe_exit(ended.exit_code)} {where}", "CommandError")
+    said_last = f": {ended.last_line}" if ended.last_line else ""
+    return RankOutcome(Outcome.CRASHED, f"the command {describe_exit(ended.exit_code)} {where}{said_last}", kind)
 
 
 def _take_device(report: RankReport, log: RankLog, ended: Ended) -> None:

@@ -132,7 +132,7 @@ def test_a_command_that_is_not_there_is_named(agent: NodeAgent, tmp_path: Path) 
     assert "trainnn: No such file or directory" in result.reason
 
 
-def test_a_file_that_the_trainer_rejects_says_so_in_the_log(agent: NodeAgent, tmp_path: Path) -> None:
+def test_a_file_that_the_trainer_rejects_is_its_last_words(agent: NodeAgent, tmp_path: Path) -> None:
     text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
     own = script(tmp_path, "")
     (tmp_path / "train.py").write_text(text)
@@ -140,7 +140,8 @@ def test_a_file_that_the_trainer_rejects_says_so_in_the_log(agent: NodeAgent, tm
     own["render"] = {"trainer_args": "transformers"}
     result = run_trial(order_of(client_job(own, export_for="transformers")), tmp_path, agent)
     assert result.outcome is Outcome.CRASHED
-    assert "unrecognized arguments: --config" in (tmp_path / "rank-0.log").read_text()
+    assert "exited with code 2 before its first optimizer step" in result.reason
+    assert "unrecognized arguments: --config" in result.reason
 
 
 def test_another_model_than_declared_is_misapplied(agent: NodeAgent, tmp_path: Path) -> None:
