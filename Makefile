@@ -12,7 +12,7 @@ BENCHMARKS := overhead composed verdict prediction search
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -28,6 +28,9 @@ test-cluster: $(DEV)  ## real trials on a real local Ray
 
 test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, bad input; under 15 minutes
 	$(PYTEST) tests/faults
+
+test-clients: $(DEV)  ## the probe in real trainers on two gloo ranks (plain, Lightning, accelerate, transformers); under 6 minutes
+	$(PYTEST) tests/clients
 
 test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
@@ -49,7 +52,7 @@ $(RUN): pyproject.toml $(CONSTRAINTS)
 $(DEV): pyproject.toml $(CONSTRAINTS)
 	@echo "making the environment in $(VENV), with what tests need: a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,clients-test]'
 	touch $@ $(RUN)
 
 clean:

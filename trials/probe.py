@@ -1122,13 +1122,13 @@ def read_fsdp2(root: nn.Module, blocks: list[nn.Module]) -> dict[str, Any]:
             **_read_reshard(distinct),
             "blocks_per_unit": max(Counter(map(id, groups)).values()) if blocks else None,
             "bucket_cap_mb": _unit_mib([_fsdp2_bytes(group) for group in distinct]),
-            "forward_prefetch_units": max(len(state._states_to_forward_prefetch) for state in states),
-            "backward_prefetch_units": max(len(state._states_to_backward_prefetch) for state in states),
+            "forward_prefetch_units": max(len(getattr(s, "_states_to_forward_prefetch", ())) for s in states),
+            "backward_prefetch_units": max(len(getattr(s, "_states_to_backward_prefetch", ())) for s in states),
             "replicate_degree": _one_of(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in distinct),
             "reduce_dtype": _one_of(
                 _dtype(p.reduce_dtype, p.param_dtype, _stored(g)) for p, g in zip(policies, distinct, strict=True)
             ),
-            "cpu_offload": _one_of(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in distinct),
+            "cpu_offload": _one_of(param.offload_to_cpu for group in distinct for param in group.fsdp_params),
         },
         "shard_mesh_size": _one_of(getattr(group.mesh_info, "shard_mesh_size", 1) for group in distinct),
         "param_dtype": _one_of(_dtype(p.param_dtype, _stored(g)) for p, g in zip(policies, distinct, strict=True)),

@@ -11,7 +11,7 @@ from trials.probe_log import differences
 
 from .harness import run
 from .scripts.toy import SEQ_LEN
-from .test_plain import TORCHRUN, asked, check
+from .test_plain import TORCHRUN, WORLD_SIZE, asked, check
 
 pytest.importorskip("lightning")
 
@@ -54,7 +54,7 @@ def test_the_strategys_own_sizes_shard_over_nothing_and_that_is_told(tmp_path: P
 
 
 def test_its_own_counts_against_ours(tmp_path: Path) -> None:
-    """ThroughputMonitor counts micro-batches, samples and tokens of its rank, and times them by the batch."""
+    """ThroughputMonitor's device/items_per_sec is tokens of its rank, items_per_sec that times the ranks."""
     ran = run(
         tmp_path, ["{probe}", "{scripts}/lightning_trainer.py", "--accum", "2", "--steps", "12"], timed_steps=None
     )
@@ -66,6 +66,28 @@ def test_its_own_counts_against_ours(tmp_path: Path) -> None:
         assert theirs["batches"] / theirs["steps"] == sum(step["micro_batches"] for step in seen) / len(seen)
     (logged,) = ran.folder.glob("logs/**/metrics.csv")
     columns, *rows = [line.split(",") for line in logged.read_text().splitlines()]
-    last = dict(zip(columns, rows[-1], strict=True))
-    assert int(last["train|device/batches"] if "train|device/batches" in last else last["batches"]) > 0
-    assert SEQ_LEN
+    last = dict(zip(columns, map(float, rows[-1]), strict=True))
+    per_step = ran.logs[0].steps[-1]["tokens"]
+    assert last["train/lengths"] == 12 * per_step == 12 * 2 * 2 * SEQ_LEN
+    assert last["train/items_per_sec"] == pytest.approx(WORLD_SIZE * last["train/device/items_per_sec"])
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+"""What srun gives the one task of a node, which starts the ranks."""
+
+
+def test_trainer_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    ran = run(tmp_path, ["{probe}", "{scripts}/lightning_trainer.py", *SETTINGS])
+    check(ran, wanted(sync_each_micro_batch=True))

@@ -26,7 +26,7 @@ fabric.seed_everything(0, verbose=False)
 model = fabric.setup_module(Model())
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
 batches = iter(fabric.setup_dataloaders(DataLoader(Rows(), batch_size=args.mbs, **workers(args))))
-for step in range(args.steps):
+for _ in range(args.steps):
     for micro in range(args.accum):
         with fabric.no_backward_sync(model, enabled=micro < args.accum - 1):
             fabric.backward(loss_of(model, next(batches)) / args.accum)

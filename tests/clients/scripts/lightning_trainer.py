@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
-from toy import SEQ_LEN, Model, Rows, loss_of, options, shard, tell, workers
+from toy import Model, Rows, loss_of, options, shard, tell, workers
 
 parser = options()
 parser.add_argument("--data-parallel-size", type=int, default=2)
@@ -43,7 +43,7 @@ class Tell(lightning.Callback):
         tell(steps=trainer.global_step, batches=batches, world=trainer.world_size)
 
 
-monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch), length_fn=lambda batch: SEQ_LEN, window_size=4)
+monitor = ThroughputMonitor(batch_size_fn=len, length_fn=lambda batch: batch[:, 1:].numel(), window_size=4)
 callbacks: list[lightning.Callback] = [Tell(), monitor]
 if args.callback:
     import probe
