@@ -132,8 +132,8 @@ def best_content(
             else None
         ),
         "endurance": endurance,
-        "baseline": _with_settings(baseline, study.limits),
-        "fallback": _with_settings(fallback, study.limits) if fallback else None,
+        "baseline": _with_settings(baseline, study),
+        "fallback": _with_settings(fallback, study) if fallback else None,
         "warm_start": warm_start,
         "conventions": {
             "flops_convention": row.get("flops_convention") or study.model.flops_convention,
@@ -161,8 +161,8 @@ def best_content(
     }
 
 
-def _with_settings(evidence: Evidence, limits: Limits) -> dict[str, Any]:
-    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict(limits)
+def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
+    return {"settings": study.told(evidence.attempt.knobs)} | evidence.to_dict(study.limits)
 
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
