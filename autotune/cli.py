@@ -63,7 +63,7 @@ def init(template: str, output: Path) -> None:
     multiple=True,
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Folder of an earlier run of this model, which the search is told of; may be given again.",
+    help="Folder of an earlier run of this model, which the search is told of; may be given again. --resume keeps it.",
 )
 @click.option("--warm-start-other-model", "other_model", is_flag=True, help="Take it also if it is of another model.")
 @SIMULATE
@@ -217,9 +217,14 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     def work(out: Path, runner: Any, screen: Any) -> Any:
         return Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
 
-    again = "".join(f" --warm-start {_shown(path)}" for path in warm_start)
-    again += " --warm-start-other-model" if other_model else ""
-    result = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=again)
+    def warm_start_again() -> str:
+        from autotune.kept_warm_starts import has_kept
+
+        options = "".join(f" --warm-start {_shown(path)}" for path in warm_start)
+        options += " --warm-start-other-model" if other_model else ""
+        return "" if has_kept(Path(loaded.output)) else options
+
+    result = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=warm_start_again)
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
@@ -230,7 +235,7 @@ def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start:
     export = f"{_command()} export {_shown(out)} --to {target}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
-        f"{result.elapsed_s / 60:.1f} min. History: {_shown(out)}/history",
+        f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
         f"next: {export}" if engine in ENGINES else f"next: the settings, of {engine}, are in {_shown(out)}/best.yaml",
     )
     for line in lines:
@@ -246,7 +251,7 @@ def _at_work(
     goes_on: bool = True,
     to_stderr: bool = False,
     simulate: str | None = None,
-    options: str = "",
+    options: Callable[[], str] = lambda: "",
 ) -> Any:
     """Does `work(out, runner, screen)` as the only driver of the job's folder, with Ray up.
 
@@ -280,7 +285,7 @@ def _at_work(
             click.echo("autotune: interrupted; the ranks are gone, the history is kept", err=True)
             if goes_on:
                 again = f' --simulate "{label}"' if label else ""
-                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume{again}{options}", err=True)
+                click.echo(f"resume: {_command()} run {_shown(out / 'job.yaml')} --resume{again}{options()}", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except OSError as error:
             raise InfrastructureError(

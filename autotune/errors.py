@@ -31,7 +31,7 @@ class UserError(AutotuneError, ValueError):
 
 
 class NothingFitsError(AutotuneError):
-    """Every config that was tried ran out of memory."""
+    """Nothing that was asked for fits in memory: it ran out of it, or surely would have."""
 
     exit_code = 3
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError, nearest
+from autotune.estimate import Forecast, Stage
 from autotune.job import Job
 from autotune.job_space import Baseline
-from autotune.measuring import BY_HAND, Listener, Measurer
+from autotune.measuring import Listener, Measurer
 from autotune.rows import Attempt
+from autotune.stages import BY_HAND
 from autotune.survey import Survey, take_survey
 from trials.outcome import OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 
@@ -54,7 +56,8 @@ def measure(
     """
     survey = take_survey(job, runner, out)
     listener.message(survey.describe())
-    measurer = Measurer(survey.study, out, runner, listener, keep_traces=keep_traces, turns_left=repeat)
+    forecast = Forecast({BY_HAND: Stage(repeat, repeat, 1.0)}, is_rough=True)
+    measurer = Measurer(survey.study, out, runner, listener, forecast, keep_traces=keep_traces)
     listener.baseline_known(survey.space.baseline, 1)
     attempts: list[Attempt] = []
     for number in range(repeat):

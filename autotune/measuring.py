@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +13,13 @@ from typing import Protocol
 from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError
+from autotune.estimate import Forecast
 from autotune.history import History
 from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
+from autotune.stages import ENDURANCE, PROFILED_STAGES, SIDE_BY_SIDE, endurance_timeout_s, is_composed
 from autotune.trainer.order import TIMED_SHARE, make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
@@ -28,16 +31,6 @@ MAX_RETRIES = 2
 """Attempts after the first, for outcomes that say nothing about the config."""
 
 _NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
-SIDE_BY_SIDE = "explore"
-"""The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
-ENDURANCE = "endurance"
-"""The stage of the winner's longer run."""
-BY_HAND = "measure"
-"""The stage of `autotune measure`."""
-PROFILED_STAGES = frozenset({"baseline", SIDE_BY_SIDE, "finalist", BY_HAND})
-"""Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
-stay free of it."""
-
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
 
@@ -59,7 +52,6 @@ def make_spec(
 ) -> TrialSpec:
     """The order for one trial of `job`; without knobs, for its survey."""
     measure = job.measure
-    is_long = knobs is not None and knobs.grad_accum_steps > measure.compose_above
     return TrialSpec(
         trial=trial,
         stage=stage,
@@ -79,7 +71,7 @@ def make_spec(
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
         timeout_s=measure.trial_timeout_s,
-        composed=is_long and stage == SIDE_BY_SIDE and job.trainer is None,
+        composed=knobs is not None and job.trainer is None and is_composed(measure, knobs, stage),
         trainer=make_order(job, knobs, runner.world_size) if job.trainer is not None and knobs is not None else None,
         compile_timeout_s=measure.compile_timeout_s,
         import_paths=(job.model.import_path,) if job.model is not None and job.model.import_path else (),
@@ -110,9 +102,8 @@ class Measurer:
     out: Path
     runner: Runner
     listener: Listener
-    mean_trial_s: float | None = None
-    turns_left: float = 0.0
-    """Trials still to come; of those that run side by side, each counts as its share of one."""
+    forecast: Forecast = field(default_factory=lambda: Forecast({}, is_rough=True))
+    """Of the trials still to come."""
     rate_to_beat: float | None = None
     """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""
     predict: Callable[[Knobs], dict[str, float]] = lambda _: {}
@@ -122,8 +113,8 @@ class Measurer:
     _finished: dict[Key, Attempt] = field(default_factory=dict)
     _unfinished: dict[Key, tuple[int, int]] = field(default_factory=dict)
     """Trial number and next attempt of what was interrupted."""
-    _predicted_oom: set[Knobs] = field(default_factory=set)
-    """What has a row already that says so."""
+    predicted_oom: dict[Knobs, None] = field(default_factory=dict)
+    """What has a row already that says so, in order."""
     _next_trial: int = 0
     _flights: dict[int, _Flight] = field(default_factory=dict)
     """By trial number."""
@@ -133,7 +124,7 @@ class Measurer:
     """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     recalled_s: float = 0.0
-    """What the attempts of the run's earlier lives took in all."""
+    """While attempts of the run's earlier lives were under way, one or several."""
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
     _reference_losses: list[float] = field(default_factory=list)
@@ -149,6 +140,7 @@ class Measurer:
             A line on each file and row that says nothing of this study: unreadable, of another study, hostile.
         """
         rows, skipped = self._history.rows()
+        spans: list[tuple[float, float]] = []
         for row in rows:
             try:
                 attempt = attempt_from_row(row, self.study.limits)
@@ -159,10 +151,10 @@ class Measurer:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
             if attempt.outcome is Outcome.PREDICTED_OOM:
-                self._predicted_oom.add(attempt.knobs)
+                self.predicted_oom[attempt.knobs] = None
                 continue
             if row["started_at"] is not None and row["ended_at"] is not None:
-                self.recalled_s += max(0.0, (row["ended_at"] - row["started_at"]).total_seconds())
+                spans.append((row["started_at"].timestamp(), row["ended_at"].timestamp()))
             key = (attempt.stage, attempt.knobs, row["round"])
             if attempt.outcome in NOT_OF_THE_CONFIG:
                 self._unfinished[key] = (attempt.trial, row["attempt"] + 1)
@@ -170,6 +162,7 @@ class Measurer:
                 self._unfinished.pop(key, None)
                 self._finished[key] = attempt
                 self._learn(attempt)
+        self.recalled_s = covered_s(spans)
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
             try:
@@ -192,12 +185,10 @@ class Measurer:
         return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
     def begun(self, stage: str) -> list[Knobs]:
-        """Configs of a stage that an earlier life finished, in order, and then those it was interrupted in."""
+        """Configs of a stage that an earlier life finished, or was interrupted in, in the order it began them."""
         finished = [(attempt.trial, key[1]) for key, attempt in self._finished.items() if key[0] == stage]
         interrupted = [(trial, key[1]) for key, (trial, _) in self._unfinished.items() if key[0] == stage]
-        return [knobs for _, knobs in sorted(finished, key=_trial)] + [
-            knobs for _, knobs in sorted(interrupted, key=_trial)
-        ]
+        return [knobs for _, knobs in sorted(finished + interrupted, key=_trial)]
 
     def has(self, stage: str, knobs: Knobs, round_number: int | None) -> bool:
         return (stage, knobs, round_number) in self._finished
@@ -215,19 +206,27 @@ class Measurer:
         self._measure(iter([(stage, knobs, round_number)]), ended.append, anew)
         return ended[0]
 
-    def measure_side_by_side(self, proposals: Iterator[Knobs], stage: str, take_in: Callable[[Attempt], None]) -> None:
+    def measure_side_by_side(
+        self, proposals: Iterator[Knobs | None], stage: str, take_in: Callable[[Attempt], None]
+    ) -> None:
         """Measures configs on all slots of the runner, one a slot.
 
         Args:
-            proposals: the next one is asked for when a slot is free for it.
+            proposals: the next one is asked for when a slot is free for it; None: again once a trial has ended.
             take_in: called with each attempt as it ends, before anything else is asked for.
 
         Raises:
             InfrastructureError: a trial failed for reasons that are not the config's, every time; no slot is left.
         """
-        self._measure(((stage, knobs, None) for knobs in proposals), take_in, anew=False)
+        keys = (None if knobs is None else (stage, knobs, None) for knobs in proposals)
+        self._measure(keys, take_in, anew=False)
 
-    def _measure(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a trial runs, or is to be tried again."""
+        return bool(self._flights or self._again)
+
+    def _measure(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         try:
             while True:
                 self._start_what_can(keys, take_in, anew)
@@ -240,7 +239,7 @@ class Measurer:
             self._record_interrupted()
             raise
 
-    def _start_what_can(self, keys: Iterator[Key], take_in: Callable[[Attempt], None], anew: bool) -> None:
+    def _start_what_can(self, keys: Iterator[Key | None], take_in: Callable[[Attempt], None], anew: bool) -> None:
         """Starts trials as long as a slot is free: first those that are tried again, then what comes next."""
         num_slots = self.runner.num_slots
         while self.runner.is_free():
@@ -251,7 +250,7 @@ class Measurer:
             if key is None:
                 break
             if key in self._finished and not anew:
-                self._count_turn(key[0])
+                self.forecast.count(key[0])
                 take_in(self._finished[key])
             else:
                 self._start(*self._order(key))
@@ -269,26 +268,24 @@ class Measurer:
         return replace(spec, attempt=first, profile=profile), first + MAX_RETRIES
 
     def _enduring(self, spec: TrialSpec) -> TrialSpec:
-        steps, root = self.study.job.measure.endurance_steps, self.study.job.measure.checkpoint_dir
+        section = self.study.job.measure
+        steps, root = section.endurance_steps, section.checkpoint_dir
         name = f"trial-{spec.trial:04d}"
         folder = (
             Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
         )
         measure = spec.measure
         if spec.trainer is not None:  # what it saves and evaluates is its own, and not run
-            longer = {"timed_steps": steps, "max_s": TIMED_SHARE * self._endurance_s()}
-            return replace(spec, trainer=spec.trainer | longer, timeout_s=self._endurance_s())
+            timeout_s = endurance_timeout_s(section)
+            longer = {"timed_steps": steps, "max_s": TIMED_SHARE * timeout_s}
+            return replace(spec, trainer=spec.trainer | longer, timeout_s=timeout_s)
         return replace(
             spec,
             # Its throughput is a by-product, and not what ends it: the steps do, or the time of a config of slow ones.
             measure=replace(measure, min_steps=min(measure.min_steps, steps), max_steps=steps, rel_ci=MET_BY_NOTHING),
-            timeout_s=self._endurance_s(),
+            timeout_s=endurance_timeout_s(section),
             checkpoint_dir=str(folder),
         )
-
-    def _endurance_s(self) -> float:
-        measure = self.study.job.measure
-        return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps)
 
     def _start(self, spec: TrialSpec, last_attempt: int) -> None:
         knobs = spec.knobs
@@ -304,7 +301,7 @@ class Measurer:
         folder = self.out / "logs" / f"trial-{spec.trial:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "spec.json", spec.to_json())
-        self.listener.trial_started(spec, self.remaining_s())
+        self.listener.trial_started(spec, self.forecast.left_s())
         clock = self.runner.clock
         self._flights[spec.trial] = _Flight(spec, last_attempt, folder, clock.monotonic(), clock.time())
         self.runner.start(spec, folder, self._timeout_s(spec))
@@ -313,14 +310,15 @@ class Measurer:
         """Waits for an attempt to end, and records it; None if the trial is to be tried again."""
         spec, result = self.runner.next_ended()
         flight = self._flights.pop(spec.trial)
-        self._note_time(self.runner.clock.monotonic() - flight.began)
+        if result.outcome is Outcome.OK:
+            self.forecast.learn(spec.stage, self.runner.clock.monotonic() - flight.began)
         for warning in result.warnings:
             self._warn_once(warning)
         attempt = self._record(flight, self._compared(spec, result))
         if attempt.outcome in INFRASTRUCTURE:
             self._try_again(flight, attempt)
             return None
-        self._count_turn(spec.stage)
+        self.forecast.count(spec.stage)
         self._finished[spec.stage, attempt.knobs, spec.round] = attempt
         self._learn(attempt)
         return attempt
@@ -331,7 +329,7 @@ class Measurer:
         if spec.stage != ENDURANCE:
             return measure.trial_timeout_s + compile_s
         # Blocks are compiled once more for the evaluation.
-        return self._endurance_s() + 2 * compile_s
+        return endurance_timeout_s(measure) + 2 * compile_s
 
     def _compared(self, spec: TrialSpec, result: GangResult) -> GangResult:
         """A config that does not train as the baseline does is wrong, however fast it is."""
@@ -369,9 +367,9 @@ class Measurer:
 
     def record_predicted_oom(self, knobs: Knobs) -> None:
         """A row, without an attempt, of a config that the search proposed and that surely does not fit."""
-        if knobs in self._predicted_oom:
+        if knobs in self.predicted_oom:
             return
-        self._predicted_oom.add(knobs)
+        self.predicted_oom[knobs] = None
         predicted, now_s = self.predict(knobs), self.runner.clock.time()
         self._history.append(predicted_oom_row(knobs, self._next_trial, predicted, now_s, self.study))
         before = (
@@ -382,16 +380,9 @@ class Measurer:
         self.listener.message(f"  trial {self._next_trial} is not run: it surely does not fit{before}")
         self._next_trial += 1
 
-    def _count_turn(self, stage: str) -> None:
-        self.turns_left -= 1 / self.runner.num_slots if stage == SIDE_BY_SIDE else 1
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._finished)
-
-    def remaining_s(self) -> float | None:
-        """Estimate for the trials that are left, from those that have ended."""
-        return None if self.mean_trial_s is None else self.mean_trial_s * max(self.turns_left, 0)
+    def finished_stages(self) -> list[str]:
+        """Of each trial that has been measured."""
+        return [stage for stage, _, _ in self._finished]
 
     def _learn(self, attempt: Attempt) -> None:
         if attempt.stage == "baseline" and attempt.outcome is Outcome.OK:
@@ -405,14 +396,19 @@ class Measurer:
         if allocated is not None:
             self._tracked_bytes[attempt.knobs] = round(allocated * GIB)
 
-    def _note_time(self, seconds: float) -> None:
-        before = self.mean_trial_s
-        self.mean_trial_s = seconds if before is None else 0.7 * before + 0.3 * seconds
-
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned:
             self._warned.add(warning)
             self.listener.message(f"  {warning}")
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one span (begin, end) lies."""
+    total_s, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total_s
 
 
 def _trial(item: tuple[int, Knobs]) -> int:

@@ -9,31 +9,27 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.canonical import Facts
 from autotune.errors import UserError
+from autotune.estimate import Estimate, Gang, Guess, estimate
 from autotune.hardware import Peak, find_device, peak_for
 from autotune.job import Job, Model
 from autotune.preflight.closed_form import closed_form, mfu
+from autotune.preflight.fastest import RISKY, SAFE, SURE_OOM, Room, fastest, looked_at
 from autotune.preflight.prediction import Prediction
 from autotune.preflight.shape import ModelShape, of_model, of_surveyed
 from autotune.space import SearchSpace
 from trials.outcome import TrialError
 from trials.record import Knobs
 
-CONTEXT_GIB = 2.0
-"""Of a GPU's memory: CUDA's context and NCCL's buffers, which no tensor shows. A guess."""
-LEAST_OF_ALLOCATED, MOST_OF_RESERVED = 0.90, 1.15
-"""By published runs, a peak is no less than the first share of what is predicted, and no more than the second."""
 MOST_PREDICTED = 20_000
 """Of a larger space, so many are drawn."""
 NUM_TOP = 10
 CPUS_PER_GPU = 8
 """Assumed of nodes that nobody has asked."""
-START_S = {"cpu": 2.5, "cuda": 30.0}
-"""Of a trial outside its steps; on a GPU assumed."""
 COUNT_TIMEOUT_S = 300.0
 
 
@@ -67,33 +63,25 @@ class Plan:
     def trial_world(self) -> int:
         return self.worlds[0]
 
+    @property
+    def room(self) -> Room:
+        return Room(self.limit_gib, self.device, self.job.cluster.memory_headroom)
+
     def zone(self, planned: Planned, world: int) -> str:
         """`sure_oom`, `risky` or `safe`; without a limit, `safe`."""
-        found = planned.at[world]
-        if self.limit_gib is None:
-            return "safe"
-        free = self.limit_gib - (CONTEXT_GIB if self.device == "cuda" else 0.0)
-        usable = free * (1 - self.job.cluster.memory_headroom)
-        if LEAST_OF_ALLOCATED * found.allocated_gib > free:
-            return "sure_oom"
-        return "risky" if MOST_OF_RESERVED * found.reserved_gib > usable else "safe"
+        return self.room.zone(planned.at[world])
 
     def zones(self, world: int) -> dict[str, int]:
-        counts = dict.fromkeys(("safe", "risky", "sure_oom"), 0)
+        counts = dict.fromkeys((SAFE, RISKY, SURE_OOM), 0)
         for planned in self.configs:
             counts[self.zone(planned, world)] += 1
         return counts
 
     def top(self) -> list[Planned]:
-        """The fastest that fit; then those that may. Of configs that differ in their loader alone, the fastest."""
-        found = [one for one in self.configs if self.zone(one, self.trial_world) != "sure_oom"]
-        found.sort(key=lambda one: (self.zone(one, self.trial_world) != "safe", one.at[self.trial_world].step_s))
-        unlike: dict[Knobs, Planned] = {}
-        for one in found:
-            unlike.setdefault(replace(one.knobs, num_workers=0, prefetch_factor=None), one)
-            if len(unlike) == NUM_TOP:
-                break
-        return list(unlike.values())
+        """The fastest that fit in a trial, then those that may; each with the fewest workers that keep up."""
+        planned = {one.knobs: one for one in self.configs}
+        predicted = ((knobs, one.at[self.trial_world]) for knobs, one in planned.items())
+        return [planned[knobs] for knobs in fastest(predicted, self.room, NUM_TOP)]
 
     def surely_failing(self) -> list[tuple[int, str, int]]:
         """Micro-batch, checkpointing, and the number of configs with them, where none has a chance."""
@@ -101,43 +89,30 @@ class Plan:
         ordered = sorted(self.configs, key=_group)
         for (micro, mode), group in itertools.groupby(ordered, key=_group):
             members = list(group)
-            if all(self.zone(one, self.trial_world) == "sure_oom" for one in members):
+            if all(self.zone(one, self.trial_world) == SURE_OOM for one in members):
                 found.append((micro, mode, len(members)))
         return found
 
     def only_at_target(self) -> list[Planned]:
-        """Fastest first: what surely fails in a trial, and fits the real run."""
+        """What surely fails in a trial, and fits the real run, or may: those that fit first, fastest first."""
         target = self.job.batch.target_world_size
         if target not in self.worlds or target == self.trial_world:
             return []
-        found = [
-            one
-            for one in self.configs
-            if self.zone(one, self.trial_world) == "sure_oom" and self.zone(one, target) == "safe"
-        ]
-        return sorted(found, key=lambda one: one.at[target].step_s)
+        failing = [one for one in self.configs if self.zone(one, self.trial_world) == SURE_OOM]
+        found = [one for one in failing if self.zone(one, target) != SURE_OOM]
+        return sorted(found, key=lambda one: (self.zone(one, target) != SAFE, one.at[target].step_s))
 
     def mfu(self, planned: Planned, world: int) -> float | None:
         return mfu(planned.at[world], self.shape, planned.knobs, self.peak) if self.shape else None
 
-    def num_trials(self) -> int:
-        return 1 + self.job.budget.trials + self.job.measure.num_deciding_trials
-
-    def cost(self) -> tuple[float, float] | None:
-        """Hours, and hours x devices, of the whole study; None where no step time is predicted."""
-        if self.baseline is None:
+    def estimate(self) -> Estimate | None:
+        """What the whole study takes; None where no step time is predicted."""
+        if self.baseline is None or self.shape is None:
             return None
-        job, measure = self.job, self.job.measure
-        shown = [self.baseline, *self.top()]
-        step_s = sum(one.at[self.trial_world].step_s for one in shown) / len(shown)
-        steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
-        trial_s = START_S[self.device] + steps * step_s
-        turns = self.num_trials() - job.budget.trials * (1 - 1 / job.cluster.parallel_trials)
-        hours = turns * trial_s / 3600
-        if job.budget.minutes is not None:
-            deciding = (self.num_trials() - job.budget.trials) * trial_s / 3600
-            hours = min(hours, job.budget.minutes / 60 + deciding)
-        return hours, hours * job.cluster.world_size * job.cluster.parallel_trials
+        cluster, world = self.job.cluster, self.trial_world
+        baseline, *others = (Guess(one.knobs, one.at[world].step_s) for one in (self.baseline, *self.top()))
+        gang = Gang(self.device, world, cluster.parallel_trials)
+        return estimate(self.job, gang, baseline, others, self.shape.num_params, self.num_configs)
 
 
 def _group(planned: Planned) -> tuple[int, str]:
@@ -176,7 +151,7 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         known = {world: prediction for world, prediction in found.items() if prediction is not None}
         return Planned(knobs, known) if len(known) == len(found) else None
 
-    drawn = _looked_at(space, random.Random(job.seed))
+    drawn = looked_at(space, random.Random(job.seed), MOST_PREDICTED)
     row = find_device(name)
     memory_gib = row.memory_gib(name) if row else None
     return Plan(
@@ -193,14 +168,6 @@ def make_plan(job: Job, worlds: Sequence[int] = (), device_name: str | None = No
         baseline=planned(space.baseline),
         configs=tuple(one for one in map(planned, drawn) if one is not None) if shape else (),
     )
-
-
-def _looked_at(space: SearchSpace, rng: random.Random) -> list[Knobs]:
-    """All configs, or of many some at random."""
-    if not space.is_enumerable:
-        return list(dict.fromkeys(space.draw(rng) for _ in range(MOST_PREDICTED)))
-    everything = list(space.configs())
-    return everything if len(everything) <= MOST_PREDICTED else rng.sample(everything, MOST_PREDICTED)
 
 
 def _peak(job: Job, device: str, name: str) -> Peak:

@@ -164,7 +164,7 @@ def attempt_from_row(row: dict[str, Any], limits: Limits) -> Attempt:
         reason=row["reason"] or "",
         told=Told(
             outcome,
-            row.get("tokens_per_s_per_rank"),
+            row["tokens_per_s_per_rank"] if outcome is Outcome.OK else None,
             over,
             data_wait_share=_data_wait_share(row),
             reserved_share=limits.reserved_share(row),

@@ -13,19 +13,23 @@ from autotune.best import Evidence, best_content, write_best
 from autotune.cluster.runner import Runner
 from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
-from autotune.errors import InfrastructureError, NothingFitsError, UserError
+from autotune.errors import InfrastructureError, UserError
 from autotune.job import Job
-from autotune.measuring import ENDURANCE, SIDE_BY_SIDE, Listener, Measurer
+from autotune.kept_warm_starts import open_warm_starts
+from autotune.measuring import Listener, Measurer
+from autotune.outlook import make_outlook
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.prediction import Predictor
-from autotune.report.text import duration, finding_line, gib
-from autotune.rows import GIB, Attempt
+from autotune.refusals import budget_without_trials, nothing_else_fits, nothing_fits, refuse_an_empty_space
+from autotune.report.text import finding_line
+from autotune.rows import Attempt
 from autotune.search.stopping import Stopping
 from autotune.search.study import Search
+from autotune.stages import ENDURANCE, SIDE_BY_SIDE
 from autotune.survey import FILE_NAME as STUDY_FILE
 from autotune.survey import Survey, load_survey, note_stop, take_survey
 from autotune.verdict import Verdict, compare
-from autotune.warm_start import Priors, WarmStart
+from autotune.warm_start import Priors
 from trials.outcome import NOT_OF_THE_CONFIG, OF_THE_WORKLOAD, OUT_OF_MEMORY, Outcome
 from trials.record import ENGINE_KNOBS, Knobs
 
@@ -33,12 +37,6 @@ MIN_ROUNDS = 3
 """Pairs that a verdict needs at least."""
 NUM_PROPOSED_FIRST = 3
 """Configs of a warm start that are measured before the search goes its own way."""
-ASSUMED_MFU = 0.5
-"""Of the first estimate of a trial's time, before anything has been measured."""
-STATE_BYTES = 16
-"""Per parameter, sharded over the ranks: weights and gradients in fp32, and AdamW's two moments."""
-OVERHEAD_S = 2.5
-"""Seconds a trial spends outside its steps, for the estimate; tests/benchmarks measures it."""
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Run:
     Args:
         out: made by `prepare_folder`.
         resume: take up the run that is in `out`; nothing that it finished is run again.
-        warm_start: folders of earlier runs whose histories the search is told.
+        warm_start: folders of earlier runs whose histories the search is told; a run that is resumed keeps its own.
         other_model: take them also if they measured another model.
     """
 
@@ -79,6 +77,8 @@ class Run:
         self._attempts: list[Attempt] = []
         self._best: Attempt | None = None
         self._failed_again: set[Knobs] = set()
+        self._has_too_few_pairs = False
+        """Of runs of a candidate and the baseline, since the baseline failed."""
         self._endurance: Attempt | None = None
         """Of the config that best.yaml names."""
         self._failed_endurance: list[Attempt] = []
@@ -94,9 +94,9 @@ class Run:
         Raises:
             UserError: the workload or its data are wrong; the space holds nothing but the baseline; the baseline alone
                 takes the whole budget; a run that is resumed had another space; a warm start
-                has no history, or is of another model.
+                has no history, is of another model, or is not the one that a resumed run began with.
             InfrastructureError: the survey or the baseline failed for reasons that are not the config's.
-            NothingFitsError: no config that was tried fits the memory limit.
+            NothingFitsError: not even the baseline fits in memory, or surely nothing beside it.
         """
         self._prepare()
         reference = self._measure_baseline()
@@ -110,25 +110,28 @@ class Run:
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
-        self._refuse_an_empty_space()
-        self._warm_starts = [WarmStart(run, self.study, other_model=self.other_model) for run in self.warm_start]
-        self.measurer = Measurer(self.study, self.out, self.runner, self.listener)
-        self.measurer.turns_left = self._planned_turns()
+        refuse_an_empty_space(self.space)
+        self._warm_starts = open_warm_starts(
+            self.out, self.study, self.warm_start, self.other_model, self.listener.message
+        )
+        predictor = self._predictor(survey)
+        self.outlook = make_outlook(survey, self.runner.num_slots, predictor)
+        self.measurer = Measurer(self.study, self.out, self.runner, self.listener, self.outlook.forecast())
         for line in self.measurer.recall() if self.resume else []:
             self.listener.message(f"  skipped {line}")
-        self.listener.message(f"  estimate: {self._estimate()}")
-        # Reseeded when resumed: else the sampler would draw again what it drew at first.
-        seed = self.job.seed + len(self.measurer.begun("explore"))
+        for line in self.outlook.describe(self.measurer.finished_stages()):
+            self.listener.message(f"  {line}")
         limits = self.study.limits
         self.search = Search(
             self.space,
             self.job.sampler,
-            seed,
+            self.job.seed,
             self.out / "logs" / "optuna.log",
-            predictor=self._predictor(survey),
+            predictor=predictor,
             limit_gib=limits.limit_gib,
             headroom=limits.headroom,
             num_parallel=self.runner.num_slots,
+            num_begun=len(self.measurer.begun(SIDE_BY_SIDE)),
             say=self.listener.message,
         )
         self.measurer.predict = self.search.predicted_columns
@@ -137,28 +140,6 @@ class Run:
     def _predictor(self, survey: Survey) -> Predictor:
         study, peak = self.study, self.study.peak.tflops_per_s
         return closed_form(self.job, survey.shape, self.runner.device, survey.device_name, study.world_size, peak)
-
-    def _planned_trials(self) -> int:
-        return 1 + self.job.budget.trials + self.job.measure.num_deciding_trials
-
-    def _planned_turns(self) -> float:
-        """Trials that run side by side take the time of one."""
-        return 1 + self.job.budget.trials / self.runner.num_slots + self.job.measure.num_deciding_trials
-
-    def _estimate(self) -> str:
-        measure, flops = self.job.measure, self.study.model.flops_per_token
-        if self.study.peak.tflops_per_s is None or flops is None or self.job.seq_len is None:
-            return "known once the baseline has run"
-        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.seq_len
-        step_s = tokens * flops / (ASSUMED_MFU * self.study.peak.tflops_per_s * 1e12)
-        steps = measure.warmup_steps + (measure.min_steps + measure.max_steps) / 2
-        self.measurer.mean_trial_s = OVERHEAD_S + steps * step_s
-        left = self._planned_trials() - self.measurer.num_finished
-        turns = left * self._planned_turns() / self._planned_trials()
-        return (
-            f"about {turns * self.measurer.mean_trial_s / 60:.0f} min for {left} runs of a trial "
-            f"({step_s:.2g} s a step, assuming half the peak); refined as trials end"
-        )
 
     def _measure_baseline(self) -> Attempt:
         knobs = self.space.baseline
@@ -170,7 +151,7 @@ class Run:
                 self.listener.message("  the baseline ran out of memory: the careful default becomes the reference")
                 attempt = self._trial(careful, "baseline")
             if attempt.outcome in OUT_OF_MEMORY:
-                raise self._nothing_fits(attempt)
+                raise nothing_fits(self.study, attempt)
         if attempt.outcome is not Outcome.OK:
             kind = UserError if attempt.outcome in OF_THE_WORKLOAD else InfrastructureError
             raise kind(
@@ -199,40 +180,12 @@ class Run:
         own -= {"grad_accum_steps"} if "micro_batch_size" in self.job.handed else set()
         return self.space.canonical(replace(base, **{name: careful[name] for name in careful.keys() - own}))
 
-    def _nothing_fits(self, attempt: Attempt) -> NothingFitsError:
-        num_shards = 1 if attempt.knobs.engine == "ddp" else self.study.world_size
-        states_gib = STATE_BYTES * self.study.model.num_params / num_shards / GIB
-        return NothingFitsError(
-            f"cluster.memory_limit_gib = {self.study.limits.limit_gib}: even the config that takes least ran out of "
-            f"memory: {attempt.reason.splitlines()[0]}"
-            + (
-                f"\n  weights, gradients and the optimizer's states alone take about {gib(states_gib)} per rank, and "
-                "gathered weights and activations come on top"
-                if states_gib
-                else ""
-            ),
-            "raise the limit, use more ranks, or shorten model.seq_len",
-        )
-
-    def _refuse_an_empty_space(self) -> None:
-        # A space too large to be enumerated is not empty.
-        if self.space.is_enumerable and all(knobs == self.space.baseline for knobs in self.space.configs()):
-            raise UserError(
-                "space: no config in it differs from the baseline, so there is nothing to tune",
-                "give knobs more candidates under `space`, or leave `space` out for the default one; "
-                "`autotune measure` measures one config",
-            )
-
     def _refuse_a_budget_without_trials(self) -> None:
         used_up = self.stopping.reason(0, self._elapsed_s())
         if used_up is not None and not self.measurer.begun(SIDE_BY_SIDE):
-            budget = self.job.budget
-            raise UserError(
-                f"{used_up}: survey and baseline alone took {self._elapsed_s() / 60:.2g} min, and nothing could be "
-                "tried beside the baseline",
-                f"raise it: the {budget.trials} trials of budget.trials take about "
-                f"{duration((self.measurer.mean_trial_s or 0.0) * budget.trials / self.runner.num_slots)} more. "
-                "What was measured is kept: `autotune show`, and --resume with the new budget",
+            num_trials, trial_s = self.job.budget.trials, self.measurer.forecast.trial_s(SIDE_BY_SIDE) or 0.0
+            raise budget_without_trials(
+                used_up, self._elapsed_s(), num_trials, trial_s * num_trials / self.runner.num_slots
             )
 
     def _tell_priors(self, reference: Attempt) -> None:
@@ -246,8 +199,7 @@ class Run:
         fitting = [(f.tokens_per_s_per_rank or 0.0, knobs) for knobs, f in told if f.memory_over_limit <= 0]
         faster = [(rate, knobs) for rate, knobs in fitting if rate > _rate(reference)]
         ranked = dict.fromkeys(knobs for _, knobs in sorted(faster, key=lambda pair: pair[0], reverse=True))
-        for knobs in list(ranked)[:NUM_PROPOSED_FIRST]:
-            self.search.propose(knobs)
+        self.search.propose(list(ranked), NUM_PROPOSED_FIRST)
 
     def _explore(self) -> None:
         """Trials side by side, one a slot; the search is told of each as it ends, and then asked for the next.
@@ -256,20 +208,27 @@ class Run:
         """
         self.measurer.measure_side_by_side(self._proposals(), SIDE_BY_SIDE, self._take_in)
 
-    def _proposals(self) -> Iterator[Knobs]:
-        begun = self._begun()
-        # What an earlier life began may be under way again when the search, which is not told yet, proposes it.
-        asked = (knobs for knobs in iter(self.search.ask, None) if knobs not in begun)
-        for num_proposed, knobs in enumerate(itertools.chain(begun, asked), start=1):
+    def _proposals(self) -> Iterator[Knobs | None]:
+        """What an earlier life began, and then what the search asks for; None where it asks for nothing for now."""
+        begun, num_proposed = self._take_up(), 0
+        for knobs in itertools.chain(begun, self._asked()):
             self._record_rejected()
             yield knobs
+            num_proposed += knobs is not None
             if num_proposed < len(begun):
                 continue  # what an earlier life explored counts, whatever the budget is now
             reason = self.stopping.reason(num_proposed, self._elapsed_s())
             if reason is not None:
                 return self._end_search(reason)
         self._record_rejected()
+        if not num_proposed:
+            raise nothing_else_fits(self.study, self.space)
         return self._end_search("every config worth a trial has been tried")
+
+    def _asked(self) -> Iterator[Knobs | None]:
+        """Until nothing is left: what a trial under way finds may yet open what is believed not to fit."""
+        while (knobs := self.search.ask()) is not None or self.measurer.is_under_way:
+            yield knobs
 
     def _end_search(self, reason: str) -> None:
         self.listener.message(f"  the search ends: {reason}")
@@ -279,27 +238,41 @@ class Run:
         for knobs in self.search.take_rejected():
             self.measurer.record_predicted_oom(knobs)
 
-    def _begun(self) -> list[Knobs]:
-        """What an earlier life explored. A history that was tampered with has no config run that the job has not."""
-        begun = self.measurer.begun(SIDE_BY_SIDE)
+    def _take_up(self) -> list[Knobs]:
+        """What an earlier life explored: what it finished, and then what is to be run again.
+
+        A history that was tampered with has no config run that the job has not.
+        """
+        begun, rejected = self.measurer.begun(SIDE_BY_SIDE), list(self.measurer.predicted_oom)
         known = [knobs for knobs in begun if self.space.contains(knobs)]
         if len(known) < len(begun):
             self.listener.message("  skipped configs of the history that are not in the space")
-        return known
+        for knobs in known:
+            self.search.take_up(knobs)
+        for knobs in rejected:
+            if self.space.contains(knobs) and knobs not in known:
+                self.search.take_up_rejected(knobs)
+        return sorted(known, key=lambda knobs: not self.measurer.has(SIDE_BY_SIDE, knobs, None))
 
     def _elapsed_s(self) -> float:
         """Of this life, and of what earlier ones measured."""
-        return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s / self.runner.num_slots
+        return self.runner.clock.monotonic() - self._started + self.measurer.recalled_s
 
     def _decide(self, reference: Attempt) -> RunResult:
-        self.measurer.turns_left = self.job.measure.num_deciding_trials
+        self.measurer.forecast.end(SIDE_BY_SIDE)
         for index, candidate in enumerate(self._finalists(reference)):
             ours, theirs = self._rounds(candidate, reference, index * self.job.measure.rounds)
             if len(ours) < MIN_ROUNDS:
-                self.listener.message("  that config failed when run again: on to the next finalist")
+                self.listener.message(f"  {self._why_no_pairs(candidate, len(ours))}: on to the next finalist")
             elif not compare(ours, theirs).is_win or self._endures(candidate):
                 return self._conclude(reference, candidate, ours, theirs)
         return self._conclude(reference, None, [], [])
+
+    def _why_no_pairs(self, candidate: Attempt, num_pairs: int) -> str:
+        if candidate.knobs in self._failed_again:
+            return f"the config of trial {candidate.trial} failed when run again"
+        self._has_too_few_pairs = True
+        return f"the baseline failed when run again: {num_pairs} of {self.job.measure.rounds} pairs are left, too few"
 
     def _endures(self, winner: Attempt) -> bool:
         """Whether the winner also runs longer, evaluates, saves and loads; or nothing is known against it."""
@@ -443,6 +416,8 @@ class Run:
     def _no_verdict(self, complete: bool) -> str:
         if not complete:
             return "not yet: the run has not ended"
+        if self._has_too_few_pairs:
+            return "the baseline itself failed when it was run again, so nothing can be compared with it"
         if self._failed_endurance or self._failed_again:
             return "every faster config failed when it was run again or longer: keep your baseline"
         others = [attempt for attempt in self._attempts if attempt.stage == SIDE_BY_SIDE]

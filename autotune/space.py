@@ -115,8 +115,6 @@ class SearchSpace:
         self.baseline = self._baseline(job)
         self._check_baseline(job)
         self.candidates = self._resolve(job)
-        self._made: dict[Knobs, dict[str, Any]] = {}
-        """Of a space that is not enumerated: the draws that made configs so far."""
         if job.export_for is not None:
             self._pin(job)
         self.hash = digest(
@@ -161,8 +159,9 @@ class SearchSpace:
         """The baseline's value of a knob in EXTRA_KNOBS; None for torch's own."""
         return job.reduce_dtype if name == "reduce_dtype" else getattr(job.baseline, name)
 
-    def _config(self, values: dict[str, Any]) -> Knobs:
+    def _config(self, drawn: Mapping[str, Any]) -> Knobs:
         """Canonical knobs from draws: what was not drawn has no effect, and accumulation follows."""
+        values = {_field(name): value for name, value in drawn.items()}
         unset = {"sync_each_micro_batch": True, "reshard_after_forward": None, "prefetch_factor": None}
         own = None
         if self._own is not None:
@@ -305,12 +304,12 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """A canonical config, drawn by `trial`'s sampler. Knobs without effect are not asked for."""
-        return self._make(self._complete(lambda name: self._suggest(trial, name)))
+        return self._config(self._complete(lambda name: self._suggest(trial, name)))
 
     def suggest_flat(self, trial: optuna.trial.BaseTrial) -> Knobs:
         """As `suggest`, but every knob is asked for, be it without effect: for samplers of one flat space."""
         drawn = {name: self._suggest(trial, name) for name in self.candidates}
-        return self._make(self._complete(drawn.__getitem__))
+        return self._config(self._complete(drawn.__getitem__))
 
     def _suggest(self, trial: optuna.trial.BaseTrial, name: str) -> Any:
         values = self.candidates[name]
@@ -319,12 +318,6 @@ class SearchSpace:
         if name in ORDERED:
             return values[trial.suggest_int(name, 0, len(values) - 1)]
         return trial.suggest_categorical(name, list(values))
-
-    def _make(self, drawn: dict[str, Any]) -> Knobs:
-        knobs = self._config(_by_field(drawn))
-        if not self.is_enumerable:
-            self._made.setdefault(knobs, drawn)
-        return knobs
 
     def _complete(self, choose: Callable[[str], Any]) -> dict[str, Any]:
         """One draw: a candidate of every knob that has an effect beside those drawn before it."""
@@ -372,16 +365,33 @@ class SearchSpace:
             ]
         found: dict[Knobs, dict[str, Any]] = {}
         for one in drawn:
-            found.setdefault(self._config(_by_field(one)), one)
+            found.setdefault(self._config(one), one)
         return found
 
     def _draw_of(self, knobs: Knobs) -> dict[str, Any] | None:
-        """The candidates that make `knobs`; None if there are none."""
-        if self.is_enumerable or knobs in self._made:
-            return (self._draws if self.is_enumerable else self._made).get(knobs)
-        drawn = self._complete(lambda name: _value(knobs, name))
-        made_of_candidates = all(value in self.candidates[name] for name, value in drawn.items())
-        return drawn if made_of_candidates and self._config(_by_field(drawn)) == knobs else None
+        """The candidates that make `knobs`, the same ones each time; None if there are none."""
+        if self.is_enumerable:
+            return self._draws.get(knobs)
+        spelled = self._spelled(knobs)
+
+        def choose(name: str) -> Any:
+            """The config's own value, or where that is no candidate the first that is the same in effect."""
+            if name.startswith(OWN):
+                return _value(spelled, name)
+            field, values = _field(name), self.candidates[name]
+            own = getattr(spelled, field)
+            same = (value for value in values if self.canonical(replace(spelled, **{field: value})) == knobs)
+            return own if own in values else next(same, values[0])
+
+        drawn = self._complete(choose)
+        return drawn if self._config(drawn) == knobs else None
+
+    def _spelled(self, knobs: Knobs) -> Knobs:
+        """`knobs` without resharding, as resharding with all units kept, where that alone is among the candidates."""
+        candidates = self.candidates
+        if knobs.engine != "fsdp2" or knobs.reshard_after_forward in candidates.get("reshard_after_forward", ()):
+            return knobs
+        return replace(knobs, reshard_after_forward=True, keep_last_units=candidates.get("keep_last_units", (0,))[-1])
 
     def _checked_draw(self, knobs: Knobs) -> dict[str, Any]:
         drawn = self._draw_of(knobs)
@@ -446,7 +456,7 @@ class SearchSpace:
 
     def draw(self, rng: random.Random) -> Knobs:
         """A config at random, each draw of candidates as likely as any other."""
-        return self._make(self._complete(lambda name: rng.choice(self.candidates[name])))
+        return self._config(self._complete(lambda name: rng.choice(self.candidates[name])))
 
     def neighbours(self, knobs: Knobs) -> list[Knobs]:
         """The configs that differ from `knobs` in one knob that is searched.
@@ -461,7 +471,7 @@ class SearchSpace:
         for name in self.searched:
             for value in self.candidates[name] if name in drawn else ():
                 changed = self._usual | drawn | {name: value}
-                found[self._make(self._complete(changed.__getitem__))] = None
+                found[self._config(self._complete(changed.__getitem__))] = None
         return [other for other in found if other != knobs]
 
     @functools.cached_property
@@ -474,10 +484,6 @@ class SearchSpace:
     def usual_indices(self) -> dict[str, int]:
         """Of each searched knob the index of the baseline's value, or of the first candidate."""
         return {name: self._index_of[name][self._usual[name]] for name in self.searched}
-
-
-def _by_field(drawn: Mapping[str, Any]) -> dict[str, Any]:
-    return {_field(name): value for name, value in drawn.items()}
 
 
 def _field(name: str) -> str:

@@ -46,6 +46,9 @@ class Survey:
     """What is trained on, for people."""
     shape: ModelShape | None
     """For the closed forms; None: they do not know a model of its kind."""
+    cpu_share: float = 1.0
+    """Of a rank's time, that it had its CPUs for itself when they were probed; ranks wait for each other, so the least
+    of them. 1 on a GPU."""
 
     def describe(self) -> str:
         """For the screen: model, batch, device, peak and limit, with units."""
@@ -170,7 +173,8 @@ def survey_content(job: Job, runner: Runner, result: GangResult) -> dict[str, An
         peak = replace(peak, source=f"{SIMULATED}: {peak.source}")
     rates = [report.survey.get("matmul_rate") for report in result.reports.values() if report.survey]
     reached = [rate["model_tflops_per_s"] for rate in rates if rate]
-    said_elsewhere = {"cpu_peak_tflops_per_s", "matmul_rate", *ABOUT_THE_MACHINE}
+    shares = [report.survey.get("cpu_share", 1.0) for report in result.reports.values() if report.survey]
+    said_elsewhere = {"cpu_peak_tflops_per_s", "cpu_share", "matmul_rate", *ABOUT_THE_MACHINE}
     found = {name: value for name, value in found.items() if name not in said_elsewhere}
     return {
         "study_id": uuid.uuid4().hex[:12],
@@ -181,6 +185,7 @@ def survey_content(job: Job, runner: Runner, result: GangResult) -> dict[str, An
         "peak": asdict(peak),
         # One GPU may be slower than its neighbours, which the figure is not about.
         "achievable_tflops_per_s": statistics.median(reached) if reached else None,
+        "cpu_share": min(shares),
         "model": found,
     }
 
@@ -210,7 +215,8 @@ def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Su
     )
     data = _describe_data(job, found, runner.world_size)
     shape = of_surveyed(job.model, found, job.training.precision) if job.model is not None else None
-    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data, shape)
+    cpu_share = _typed(float, content.get("cpu_share", 1.0))
+    return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data, shape, cpu_share)
 
 
 def _typed(kind: type[T], value: object) -> T:

@@ -7,8 +7,9 @@ Only ratios are taken over, each to its own run's baseline, and they count for l
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class _Model(_Part):
 
 
 class _Study(_Part):
+    study_id: str
     model: _Model
 
 
@@ -125,6 +127,7 @@ class WarmStart:
     def __init__(self, run: Path, study: Study, *, other_model: bool = False) -> None:
         self.run, self._study = run, study
         self._attempts = self._read()
+        self._survey: _Study = _checked(_Study, run / STUDY_FILE)
         self._model_differences = self._compare_models()
         if self._model_differences and not other_model:
             raise UserError(
@@ -132,6 +135,10 @@ class WarmStart:
                 f"{OTHER_MODEL_OPTION} takes its settings all the same, for half as much",
             )
         self._baseline = self._find_baseline()
+
+    @property
+    def study_id(self) -> str:
+        return self._survey.study_id
 
     def _read(self) -> list[Attempt]:
         refuse_without_history(self.run)
@@ -148,12 +155,12 @@ class WarmStart:
         return [attempt for attempt in attempts if attempt.stage in SEARCHED]
 
     def _compare_models(self) -> list[str]:
-        study, job = (_checked(kind, self.run / name) for kind, name in ((_Study, STUDY_FILE), (_Job, "job.yaml")))
+        job, model = _checked(_Job, self.run / "job.yaml"), self._survey.model
         own = self._study.job.trainer
         there = {
             "workload": " ".join(job.trainer.command) if job.trainer else job.model.workload,
-            "parameters": study.model.num_params,
-            "FLOPs per token": study.model.flops_per_token,
+            "parameters": model.num_params,
+            "FLOPs per token": model.flops_per_token,
         }
         here = {
             "workload": " ".join(own.command) if own else self._study.job.workload,
@@ -190,17 +197,18 @@ class WarmStart:
                 weight *= DISCOUNT
                 differences.append(f"{kind}: {', '.join(texts) or 'data, batch, precision or optimizer'}")
         same_memory = not self._model_differences and all(there.get(n) == here.get(n) for n in _DECIDE_MEMORY)
-        rates = _mean_rates(self._attempts)
+        rates = _mean_rates(self._attempts, lambda knobs: _spelled(knobs, space))
         # Where that run measured this one's baseline, whatever its own was, ratios to it are the ones meant.
-        baseline_rate = rates.get(reference.knobs, rates[self._baseline.knobs])
+        own_rate = _mean_rates(self._attempts, lambda knobs: knobs)[self._baseline.knobs]
+        baseline_rate = rates.get(reference.knobs, own_rate)
         found: dict[Knobs, Prior] = {}
         for attempt in self._attempts:
-            knobs = _in_space(attempt.knobs, space)
-            if knobs is None or knobs in found:
+            knobs = _spelled(attempt.knobs, space)
+            if knobs is None or knobs in found or not space.contains(knobs):
                 continue
             over, full = attempt.told.memory_over_limit, attempt.told.allocator_was_full
             if attempt.outcome is Outcome.OK and not full:  # beginning anew takes an allocator time of its own
-                ratio = (rates[attempt.knobs] / baseline_rate) ** weight
+                ratio = (rates[knobs] / baseline_rate) ** weight
                 found[knobs] = Prior(knobs, ratio, over if same_memory else NOT_MEASURED)
             elif attempt.outcome in OUT_OF_MEMORY and same_memory:
                 found[knobs] = Prior(knobs, None, over)
@@ -213,9 +221,14 @@ def refuse_without_history(run: Path) -> None:
     Raises:
         UserError: no run in `run` that has measured anything.
     """
-    if not any((run / "history").glob("*.parquet")):
+    why = ""
+    try:
+        has_history = any((run / "history").glob("*.parquet"))
+    except (OSError, ValueError) as error:  # a name that no folder can have
+        has_history, why = False, f": {getattr(error, 'strerror', None) or error}"
+    if not has_history:
         raise UserError(
-            f"{OPTION} {run}: no history there",
+            f"{OPTION} {run}: no history there{why}",
             "give the folder of a run (its job's `output`) that has measured something",
         )
 
@@ -227,21 +240,29 @@ def _checked(kind: Any, path: Path) -> Any:
         raise UserError(f"{OPTION} {path.parent}: {path.name}: {error}", "is it the folder of a run?") from error
 
 
-def _in_space(knobs: Knobs, space: SearchSpace) -> Knobs | None:
-    """The config as this run would spell it; None if this run would not try it."""
+def _spelled(knobs: Knobs, space: SearchSpace) -> Knobs | None:
+    """The config as this run would spell it, whose accumulation may be another; None: its micro-batch does not divide.
+
+    Ratios to a baseline are of one run, and so of one global batch: accumulation cancels in them, but for what both
+    pay once a step.
+    """
     if knobs.micro_batch_size not in space.pairs or not space.knows(knobs.custom):
         return None
-    here = space.canonical(replace(knobs, grad_accum_steps=space.accumulation(knobs)))
-    return here if space.contains(here) else None
+    return space.canonical(replace(knobs, grad_accum_steps=space.accumulation(knobs)))
 
 
-def _mean_rates(attempts: Sequence[Attempt]) -> dict[Knobs, float]:
-    """Geometric mean of each config's throughputs, in tokens/s per rank."""
-    logs: dict[Knobs, list[float]] = defaultdict(list)
+def _mean_rates(attempts: Sequence[Attempt], spell: Callable[[Knobs], Knobs | None]) -> dict[Knobs | None, float]:
+    """Geometric mean of each config's throughputs, in tokens/s per rank, by its spelling.
+
+    Of those that compare best alone: whole steps before those put together from parts, whose error is of another kind
+    than noise, and both before those of an allocator that had to begin anew.
+    """
+    logs: dict[Knobs | None, dict[tuple[bool, bool], list[float]]] = defaultdict(lambda: defaultdict(list))
     for attempt in attempts:
         if attempt.tokens_per_s_per_rank is not None:
-            logs[attempt.knobs].append(math.log(attempt.tokens_per_s_per_rank))
-    return {knobs: math.exp(math.fsum(found) / len(found)) for knobs, found in logs.items()}
+            kind = (attempt.told.allocator_was_full, attempt.is_composed)
+            logs[spell(attempt.knobs)][kind].append(math.log(attempt.tokens_per_s_per_rank))
+    return {knobs: math.exp(statistics.fmean(kinds[min(kinds)])) for knobs, kinds in logs.items()}
 
 
 def _shown(figure: Any) -> str:

@@ -46,18 +46,6 @@ from trials.workload import Workload, load_workload
 if TYPE_CHECKING:
     from trials.endurance import Endurance
 
-TIMED_SHARE = 0.7
-"""Of a trial's time: its timed blocks end by then. The rest is for what follows them: memory, profile, FLOPs."""
-DRAIN_SHARE = 0.25
-"""Of the time left for draining the loader's queue and timing: the timed steps take three times as many batches."""
-QUEUES_TIMED = 3
-"""Times what the loader's queue holds: so many batches are timed, so that what is left in the queue counts little."""
-MOST_PROFILED_MICRO_STEPS = 32
-"""Of a composed trial's whole step: each event of it becomes a Python object on every rank. Finalists are profiled
-whatever they accumulate."""
-PROFILED_STEPS = 4
-"""Steps that a short and a whole one under the profiler may take."""
-
 
 class Rank:
     """One rank of one trial, from the order to the report."""
@@ -128,7 +116,7 @@ class Rank:
         if self.spec.device == "cuda":
             found |= survey.cuda_facts() | {"gpu_used_gib": memory.gpu_used_gib()}
         else:
-            found["cpu_peak_tflops_per_s"] = survey.cpu_peak_tflops_per_s(self.spec.precision)
+            found |= survey.cpu_peak(self.spec.precision)
         self.report.survey = (self.report.survey or {}) | found
         if self.spec.matmul_micro_batch_size is not None and workload is not None:
             self.enter("matmul_rate")
@@ -195,7 +183,7 @@ class Rank:
             self._track_memory(model.module, optimizer, stepper, knobs)
             if self.endurance:
                 self.report.reserved_bytes = max(self.report.reserved_bytes or 0, self.endurance.reserved_bytes())
-        is_short = not spec.composed or knobs.grad_accum_steps <= MOST_PROFILED_MICRO_STEPS
+        is_short = not spec.composed or knobs.grad_accum_steps <= timing.MOST_PROFILED_MICRO_STEPS
         if spec.profile and is_short and self._is_fast_enough(knobs) and self._is_time_to_profile():
             self.enter("profile")
             self._profile(stepper, queued)
@@ -214,12 +202,12 @@ class Rank:
             expected_step_s = self._warm_up_short(short)
         self.enter("drain")
         left_s = self._left_s()
-        drained = stepper.drain(queued, DRAIN_SHARE * left_s)
+        drained = stepper.drain(queued, timing.DRAIN_SHARE * left_s)
         self.enter("timed")
         if spec.device == "cuda":
             retries_before = memory.cuda_peaks()[2]
         before_s = stepper.data_wait_s
-        sustained_steps = math.ceil(QUEUES_TIMED * queued / batches_per_step)
+        sustained_steps = math.ceil(timing.QUEUES_TIMED * queued / batches_per_step)
         with self.endurance.phase("train") if self.endurance else contextlib.nullcontext():
             measured = timing.run_blocks(
                 run,
@@ -235,11 +223,7 @@ class Rank:
             report.data_wait_s = report.step_parts_s["data"] * measured.num_steps
         report.loader_sustained = drained and measured.num_steps >= sustained_steps
         if not report.loader_sustained:
-            report.warnings.append(
-                "a trial's loader was too slow, or its queue (num_workers x prefetch_factor) too deep, to be emptied "
-                "and timed three times over in measure.trial_timeout_s: its throughput may be the queue's and not the "
-                "loader's (loader_sustained in the history); raise measure.trial_timeout_s, or search shorter queues"
-            )
+            report.warnings.append(timing.NOT_SUSTAINED)
         if spec.device == "cuda":
             report.alloc_retries = memory.cuda_peaks()[2] - retries_before
         self._record(measured, stepper, knobs)
@@ -253,7 +237,7 @@ class Rank:
         short.forget()
         return self._slowest(took_s)
 
-    def _left_s(self, share: float = TIMED_SHARE) -> float:
+    def _left_s(self, share: float = timing.TIMED_SHARE) -> float:
         """Until this share of the trial's time is over, the same on all ranks; compiling has a time of its own."""
         spent_s = time.time() - self.report.started_at - self.report.phase_s.get("compile", 0.0)
         return max(0.0, share * self.spec.timeout_s - self._slowest(spent_s))
@@ -262,7 +246,7 @@ class Rank:
         """Whether there is time left to drain the queue once more, and to run a short and a whole step."""
         report = self.report
         step_s = timing.mean_step_s(report.block_times_s, report.block_steps)
-        needed_s = self._slowest(report.phase_s["drain"]) + PROFILED_STEPS * step_s
+        needed_s = self._slowest(report.phase_s["drain"]) + timing.PROFILED_STEPS * step_s
         if needed_s <= self._left_s(1.0):
             return True
         report.warnings.append(

@@ -83,8 +83,9 @@ def _nvidia_driver_version() -> str:
     return version.read_text().strip() if version.exists() else ""
 
 
-def cpu_peak_tflops_per_s(precision: str) -> float:
-    """Matmul rate of this rank's threads, per second of CPU time: what one rank could reach, alone or not.
+def cpu_peak(precision: str) -> dict[str, float]:
+    """Matmul rate of this rank's threads, per second of CPU time: what one rank could reach, alone or not; and
+    the share of its time that it had a CPU for each, which is less than 1 where others want them too.
 
     By CPU time, since on a shared machine wall time measures the neighbours; the 90th percentile over short samples.
     One call of each size is thrown away: it builds the kernel. Call it once a study: a peak probed anew for each
@@ -92,6 +93,7 @@ def cpu_peak_tflops_per_s(precision: str) -> float:
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rates: list[float] = []
+    wall_before, cpu_before = time.perf_counter(), time.process_time()
     for size in PROBE_SIZES:
         a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
         repeats = max(1, round(2e9 / (2 * size**3)))
@@ -102,5 +104,10 @@ def cpu_peak_tflops_per_s(precision: str) -> float:
             for _ in range(repeats):
                 torch.mm(a, b)
             rates.append(2 * size**3 * repeats / (time.process_time() - started))
-    # process_time adds up threads, so this is the rate of one; a rank has all of its own.
-    return statistics.quantiles(rates, n=10)[-1] * torch.get_num_threads() / 1e12
+    num_threads = torch.get_num_threads()
+    share = (time.process_time() - cpu_before) / (time.perf_counter() - wall_before) / num_threads
+    return {
+        # process_time adds up threads, so this is the rate of one; a rank has all of its own.
+        "cpu_peak_tflops_per_s": statistics.quantiles(rates, n=10)[-1] * num_threads / 1e12,
+        "cpu_share": min(1.0, share),
+    }

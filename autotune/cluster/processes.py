@@ -148,8 +148,9 @@ class ForkLauncher:
             self._server.kill()
 
 
-def kill_groups(leaders: list[int], timeout_s: float = 10.0) -> list[int]:
-    """SIGKILLs all that descends from `leaders`, then their process groups, and waits until they are gone.
+def kill_groups(leaders: list[int], timeout_s: float = 20.0) -> list[int]:
+    """SIGKILLs all that descends from `leaders`, then their process groups, and waits until they are gone, up to
+    `timeout_s` for either.
 
     Descendants first: some may lead groups of their own (torchrun's ranks), and while their ancestor lives, which is
     given its orphans, all can be found.
@@ -163,6 +164,7 @@ def kill_groups(leaders: list[int], timeout_s: float = 10.0) -> list[int]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    deadline = time.monotonic() + timeout_s
     for leader in leaders:
         try:
             os.killpg(leader, signal.SIGKILL)
@@ -170,7 +172,7 @@ def kill_groups(leaders: list[int], timeout_s: float = 10.0) -> list[int]:
             continue
     while (members := group_members(leaders)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return sorted({*left, *members})
+    return sorted({*_living(left), *members})
 
 
 def _living(pids: list[int]) -> list[int]:

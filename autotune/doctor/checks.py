@@ -12,8 +12,8 @@ from autotune.cluster.interpreter import interpreter_of
 from autotune.cluster.nodes import describe
 from autotune.doctor.findings import Examination, Finding, NodeFacts, check, node_check
 from autotune.hardware import Peak, peak_for
+from autotune.refusals import STATE_BYTES
 from autotune.report.text import gib, percent
-from autotune.run import STATE_BYTES
 from trials.facts import FOREIGN_USE_GIB, GIB, MIB
 
 GET_TORCH = "install the build for its driver: https://pytorch.org/get-started/locally"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autotune.plan import CONTEXT_GIB, CPUS_PER_GPU, LEAST_OF_ALLOCATED, MOST_OF_RESERVED, Plan, Planned
+from autotune.estimate import Estimate
+from autotune.outlook import too_long
+from autotune.plan import CPUS_PER_GPU, Plan, Planned
+from autotune.preflight.fastest import CONTEXT_GIB, LEAST_OF_ALLOCATED, MOST_OF_RESERVED, SAFE
+from autotune.preflight.step_time import NETWORK_GB_PER_S
 from autotune.report.text import differences, duration, gib, percent
+from trials.timing import TIMED_SHARE
 
 MOST_LISTED = 12
 LEAST_SHOWN_GIB = 0.001
@@ -35,7 +41,7 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
-    size = f"{shape.num_params / 1e9:.3g} billion parameters, " if shape else ""
+    size = f"{_count(shape.num_params)} parameters, " if shape else ""
     blocks = f"{plan.space.facts.num_blocks} blocks; " if job.model is not None else ""
     limit = "none known" if plan.limit_gib is None else f"{gib(plan.limit_gib)} a rank"
     known = f"{plan.peak.tflops_per_s:.4g} TFLOP/s ({plan.peak.source})" if plan.peak.tflops_per_s else plan.peak.source
@@ -48,11 +54,17 @@ def _head(plan: Plan) -> list[str]:
         f"  space: {plan.num_configs:,} configs of "
         + ", ".join(f"{len(values)} {name}" for name, values in plan.space.candidates.items() if len(values) > 1),
     ]
+    if plan.device == "cuda" and max(plan.worlds) > job.cluster.ranks_per_node:
+        lines.append(f"  network: {NETWORK_GB_PER_S:g} GB/s a GPU between nodes are assumed")
     if plan.device == "cuda" and job.space.num_workers == "auto":
         lines.append(f"  CPUs: {CPUS_PER_GPU} a GPU are assumed; the run asks the nodes")
     if len(plan.configs) not in (0, plan.num_configs):
         lines.append(f"  {len(plan.configs):,} of them were drawn at random, and only those are predicted")
     return lines + [f"  {note}" for note in plan.space.notes]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _shown(plan: Plan) -> list[tuple[str, Planned]]:
@@ -75,7 +87,8 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _top_table(plan: Plan) -> Table:
-    table = Table(title="Predicted MFU and peak memory by ranks: the order is worth more than the figures")
+    what = "step time" if plan.peak.tflops_per_s is None else "MFU"
+    table = Table(title=f"Predicted {what} and peak memory by ranks: the order is worth more than the figures")
     table.title_justify = "left"
     table.add_column("")
     for world in plan.worlds:
@@ -84,11 +97,16 @@ def _top_table(plan: Plan) -> Table:
     assert plan.baseline is not None
     base = plan.baseline.knobs.to_dict()
     for name, one in _shown(plan):
-        cells = [f"{percent(plan.mfu(one, world))}, {gib(one.at[world].reserved_gib)}" for world in plan.worlds]
+        cells = [f"{_speed(plan, one, world)}, {gib(one.at[world].reserved_gib)}" for world in plan.worlds]
         knobs = one.knobs.to_dict()
         text = "the job's baseline" if name == "baseline" else differences(knobs, base)
         table.add_row(name, *cells, Text(text))
     return table
+
+
+def _speed(plan: Plan, one: Planned, world: int) -> str:
+    share = plan.mfu(one, world)
+    return f"{one.at[world].step_s:.3g} s" if share is None else percent(share)
 
 
 def _tail(plan: Plan) -> list[str]:
@@ -105,32 +123,62 @@ def _tail(plan: Plan) -> list[str]:
             f"  surely not: {LEAST_OF_ALLOCATED:.0%} of the predicted live tensors exceed the limit{kept}; may: "
             f"{MOST_OF_RESERVED:.0%} of the predicted reserved memory does, less the headroom"
         )
-    failing = plan.surely_failing()
+    failing = _by_micro_batch(plan)
     if failing:
-        named = [f"micro-batch {micro} with {mode} ({count})" for micro, mode, count in failing]
-        more = f" and {len(named) - MOST_LISTED} more" if len(named) > MOST_LISTED else ""
-        lines.append(f"surely fails in a trial: {', '.join(named[:MOST_LISTED])}{more}")
+        more = f"; and {len(failing) - MOST_LISTED} more sizes" if len(failing) > MOST_LISTED else ""
+        lines.append(f"surely fails in a trial, whatever else is set: {'; '.join(failing[:MOST_LISTED])}{more}")
     target, only = plan.job.batch.target_world_size, plan.only_at_target()
-    if only:
-        fastest = differences(only[0].knobs.to_dict(), {})
-        share = percent(plan.mfu(only[0], target))
+    if only and plan.baseline is not None:
+        fit, base = sum(plan.zone(one, target) == SAFE for one in only), plan.baseline.knobs
+        # Of the loader nothing is known there.
+        best = replace(only[0].knobs, num_workers=base.num_workers, prefetch_factor=base.prefetch_factor)
         lines.append(
-            f"fit only on {target} ranks: {len(only):,} configs, which trials on {plan.trial_world} cannot measure; "
-            f"the fastest, MFU {share}: {fastest}"
+            f"only on {target} ranks {fit:,} configs fit, and {len(only) - fit:,} more may, that surely fail in trials "
+            f"on {plan.trial_world}; "
+            f"the fastest, {_speed(plan, only[0], target)}: {differences(best.to_dict(), base.to_dict())}"
         )
-    cost = plan.cost()
-    if cost is not None:
-        hours, device_hours = cost
-        unit = "GPU-hours" if plan.device == "cuda" else "rank-hours"
+    elif target in plan.worlds and target != plan.trial_world and plan.limit_gib is not None:
+        lines.append(f"only on {target} ranks fits: nothing that surely fails in a trial")
+    made = plan.estimate()
+    return lines + (_cost_lines(plan, made) if made is not None else [])
+
+
+def _by_micro_batch(plan: Plan) -> list[str]:
+    """What has no chance in a trial: sizes, with the checkpointing modes of each."""
+    modes: dict[int, list[str]] = {}
+    for micro, mode, _ in plan.surely_failing():
+        modes.setdefault(micro, []).append(mode)
+    all_modes = set(plan.space.candidates.get("activation_checkpointing", ()))
+    return [
+        f"micro-batch {micro} with {'any checkpointing' if set(failing) >= all_modes else ' or '.join(failing)}"
+        for micro, failing in modes.items()
+    ]
+
+
+def _cost_lines(plan: Plan, made: Estimate) -> list[str]:
+    fewest, most = made.num_trials
+    budget, measure = plan.job.budget, plan.job.measure
+    lines = [
+        f"tuning: {f'{fewest} to ' if fewest < most else ''}{most} runs of a trial, about {duration(made.seconds)}, "
+        f"{made.device_hours:.3g} {'GPU-hours' if plan.device == 'cuda' else 'rank-hours'}"
+    ]
+    for name, stage in made.stages.items():
+        number = f"{stage.fewest} to {stage.most}" if stage.fewest < stage.most else f"{stage.most}"
+        at_once = f", {stage.at_once} at once" if stage.at_once > 1 else ""
+        lines.append(f"  {name}: {number} x {duration(stage.trial_s)}{at_once}")
+    if fewest < most:
         lines.append(
-            f"tuning: {plan.num_trials()} runs of a trial, about {duration(hours * 3600)}, {device_hours:.3g} {unit}"
+            f"  fewer than {most} if {budget.patience} trials in a row gain nothing (budget.patience); the time is for "
+            f"{made.expected_trials:.0f}"
         )
+    if made.longest_s > TIMED_SHARE * measure.trial_timeout_s:
+        lines.append(too_long(made, measure.trial_timeout_s))
     return lines
 
 
 def plan_content(plan: Plan) -> dict[str, Any]:
     """What `--json` prints; sizes in GiB, times in seconds, MFU as a fraction."""
-    cost = plan.cost()
+    made = plan.estimate()
     return {
         "device_name": plan.device_name or None,
         "limit_gib": plan.limit_gib,
@@ -154,10 +202,21 @@ def plan_content(plan: Plan) -> dict[str, Any]:
             for micro, mode, count in plan.surely_failing()
         ],
         "only_at_target": [_config(plan, one) for one in plan.only_at_target()[:MOST_LISTED]],
-        "num_trials": plan.num_trials(),
-        "hours": cost and cost[0],
-        "device_hours": cost and cost[1],
+        "cost": _cost(made) if made is not None else None,
         "notes": plan.space.notes,
+    }
+
+
+def _cost(made: Estimate) -> dict[str, Any]:
+    return {
+        "fewest_trials": made.num_trials[0],
+        "most_trials": made.num_trials[1],
+        "hours": made.seconds / 3600,
+        "device_hours": made.device_hours,
+        "stages": {
+            name: {"fewest": stage.fewest, "most": stage.most, "trial_s": stage.trial_s, "at_once": stage.at_once}
+            for name, stage in made.stages.items()
+        },
     }
 
 

@@ -17,6 +17,8 @@ CONSTRAINT = "memory_over_limit"
 OUTCOME, DATA_WAIT, ANSWERED = "outcome", "data_wait_share", "answered_without_trial"
 RESERVED, ALLOCATOR_FULL = "reserved_share", "allocator_was_full"
 """User attributes of Optuna's trials."""
+FOR_NOW, FOR_GOOD = "for now", "for good"
+"""Values of ANSWERED. What may well not fit is left out for now: what is learned later may show that it does."""
 PRIOR = "prior"
 """Another: an earlier run's trial. Its figures are estimates, and its config is still to be measured here."""
 
@@ -40,12 +42,15 @@ class Observed:
     """What each that found no memory, or not at once, would at least have taken."""
     out_of_memory: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    tried: set[int] = field(default_factory=set)
+    """In this study, be it that they failed or are running."""
     settled: set[int] = field(default_factory=set)
-    """Not to be proposed: tried, failed, running, or answered without a trial."""
+    """Not to be proposed: tried, or answered for good without a trial."""
 
     @property
     def num_tried(self) -> int:
-        return len(self.ran) + len(self.too_large) + len(self.running)
+        """The same after a resume, when Optuna's own numbers are others."""
+        return len(self.tried)
 
 
 def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
@@ -58,10 +63,14 @@ def observe(trials: Iterable[optuna.trial.FrozenTrial], pool: Pool) -> Observed:
         outcome = trial.user_attrs.get(OUTCOME)
         if outcome is not None and Outcome(outcome) in INFRASTRUCTURE:
             continue
+        answered = trial.user_attrs.get(ANSWERED)
+        if answered:
+            if answered != FOR_NOW:
+                found.settled.add(index)
+            continue
         if not trial.user_attrs.get(PRIOR):
             found.settled.add(index)
-        if trial.user_attrs.get(ANSWERED):
-            continue
+            found.tried.add(index)
         if not trial.state.is_finished():
             found.running.append(index)
         over = trial.constraints.get(CONSTRAINT)

@@ -16,6 +16,8 @@ FITS_COMPLETE_ONLY = frozenset({"gp"})
 """Samplers that read nothing of a pruned trial: an out-of-memory is told them as the worst value that fits."""
 KNOWS_WHAT_FITS = frozenset({"residual"})
 """Samplers that weigh the probability of fitting themselves."""
+WITHOUT_STATE = frozenset({"residual"})
+"""Samplers that draw by what has been tried, and not by what they drew before: a resumed study needs no other seed."""
 
 
 def make_sampler(name: str, seed: int, pool: Pool) -> optuna.samplers.BaseSampler:

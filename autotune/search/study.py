@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from autotune.search.observed import (
     ANSWERED,
     CONSTRAINT,
     DATA_WAIT,
+    FOR_GOOD,
+    FOR_NOW,
     OUTCOME,
     PRIOR,
     RESERVED,
@@ -37,7 +38,7 @@ from autotune.search.observed import (
 from autotune.search.pool import Pool
 from autotune.search.residual.acquisition import SAFE
 from autotune.search.residual.kernel import Tables
-from autotune.search.samplers import FITS_COMPLETE_ONLY, FLAT, KNOWS_WHAT_FITS, make_sampler
+from autotune.search.samplers import FITS_COMPLETE_ONLY, FLAT, KNOWS_WHAT_FITS, WITHOUT_STATE, make_sampler
 from autotune.search.seeds import NUM_SEEDS, seeds
 from autotune.space import SearchSpace
 from trials.outcome import INFRASTRUCTURE, OUT_OF_MEMORY, Outcome
@@ -74,6 +75,8 @@ class Search:
         limit_gib: memory per rank; None: not known, everything is taken to fit.
         headroom: share of it that a config must leave free.
         num_parallel: trials that run at once.
+        num_begun: trials that an earlier life of the study began, to be taken up: a sampler that draws on from its
+            seed gets another, else it would draw again what it drew at first.
         say: told, once, if predictions fail.
     """
 
@@ -88,20 +91,24 @@ class Search:
         limit_gib: float | None = None,
         headroom: float = 0.0,
         num_parallel: int = 1,
+        num_begun: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         send_to_file("optuna", log)
         self.space = space
         self._predictor = Guarded(predictor, say) if predictor is not None else None
         self._pool = Pool(space, self._predictor, limit_gib, headroom, seed)
-        self._sampler = sampler
-        self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, seed, self._pool))
-        self._random = random.Random(seed)
+        self._sampler, self._seed = sampler, seed
+        own_seed = seed if sampler in WITHOUT_STATE else seed + num_begun
+        self._study = optuna.create_study(direction="maximize", sampler=make_sampler(sampler, own_seed, self._pool))
         self._known: dict[Knobs, Told] = {}
+        self._out_of_memory: list[Knobs] = []
+        """On the device: a host's memory goes to loader workers, which dominance does not compare."""
+        self._closed: set[int] = set()
+        """Of the pool, some of what needs no trial: so that it is looked at once."""
         self._asked: dict[Knobs, optuna.Trial] = {}
         self._num_parallel = num_parallel
         self._proposed: list[Knobs] = []
-        self._seeds: Iterator[Knobs] | None = None
         self._rejected: dict[Knobs, None] = {}
         self._reported: set[Knobs] = set()
 
@@ -139,25 +146,44 @@ class Search:
 
     def ask(self) -> Knobs | None:
         """A config that is worth a trial; None once there is none left."""
-        if self._seeds is None:
-            self._seeds = iter([*self._proposed, *self._make_seeds()])
-        for knobs in self._seeds:
+        for knobs in self._planned:
             if self._is_open(knobs):
                 return self._enqueue(knobs)
         fit = self._fit()
         for _ in range(MAX_FREE_ASKS_OF.get(self._sampler, MAX_FREE_ASKS)):
             trial = self._study.ask()
+            if self._sampler in WITHOUT_STATE and not trial.relative_params:
+                self._study.tell(trial, state=TrialState.FAIL)  # it has nothing left to propose
+                break
             knobs = self._suggest(trial)
-            answer = self._answer_without_trial(knobs) or self._answer_by_prediction(knobs, fit)
+            answer, for_how_long = self._answer_without_trial(knobs), FOR_GOOD
+            if answer is None:
+                answer, for_how_long = self._answer_by_prediction(knobs, fit)
             if answer is None and knobs not in self._asked:
                 self._asked[knobs] = trial
                 return knobs
             if answer is None:
                 self._study.tell(trial, state=TrialState.FAIL)  # being measured right now
             else:
-                trial.set_user_attr(ANSWERED, True)
+                trial.set_user_attr(ANSWERED, for_how_long)
                 self._tell(trial, answer)
         return self._draw_untried(fit)
+
+    def take_up(self, knobs: Knobs) -> None:
+        """Takes a config that an earlier life of the study asked for as asked for; tell what came of it.
+
+        In the order of that life, after what it knew before it asked (`prior`, `propose`, the baseline's `tell`): then
+        a sampler without a state goes on as if there had been no interruption.
+        """
+        _ = self._planned  # by what was known before the first trial
+        self._enqueue(knobs)
+
+    def take_up_rejected(self, knobs: Knobs) -> None:
+        """Leaves out a config that an earlier life of the study left out, since it surely did not fit."""
+        self._rejected[knobs] = None
+        self._reported.add(knobs)
+        index = self._pool.add([knobs])
+        self._add(knobs, self._predicted_oom(int(index[0]), self._fit()), {ANSWERED: FOR_GOOD})
 
     def _suggest(self, trial: optuna.trial.BaseTrial) -> Knobs:
         return self.space.suggest_flat(trial) if self._sampler in FLAT else self.space.suggest(trial)
@@ -173,10 +199,13 @@ class Search:
         self._asked[knobs] = trial
         return knobs
 
-    def _make_seeds(self) -> list[Knobs]:
+    @functools.cached_property
+    def _planned(self) -> Iterator[Knobs]:
+        """What comes before the sampler's own proposals."""
         observed = self._observed()
         fit, speed = Fit(self._pool, self._tables, observed), step_time(self._pool, self._tables, observed)
-        return seeds(self._pool, fit, speed, self._is_open, max(NUM_SEEDS, self._num_parallel))
+        first = seeds(self._pool, fit, speed, self._is_open, max(NUM_SEEDS, self._num_parallel))
+        return iter([*self._proposed, *first])
 
     @functools.cached_property
     def _tables(self) -> Tables:
@@ -194,30 +223,35 @@ class Search:
     def _draw_untried(self, fit: Fit) -> Knobs | None:
         """At random from what may fit; what may well not, only after all the rest."""
         p_fit, possible = fit.roughly(), fit.may_fit()
-        order = list(range(len(self._pool)))
-        self._random.shuffle(order)
-        for index in sorted(order, key=lambda i: bool(p_fit[i] < SAFE)):
+        possible[list(self._closed)] = False
+        rng = np.random.default_rng((self._seed, len(self._known) + len(self._asked)))
+        order = rng.permutation(np.flatnonzero(possible))
+        for index in order[np.argsort(p_fit[order] < SAFE, kind="stable")]:
             knobs = self._pool.configs[index]
-            if possible[index] and self._is_open(knobs):
+            if self._is_open(knobs):
                 return self._enqueue(knobs)
+            if knobs not in self._asked:
+                self._closed.add(int(index))
         return None
 
     def _answer_without_trial(self, knobs: Knobs) -> Told | None:
         if knobs in self._known:
             return self._known[knobs]
-        # A host's memory goes to loader workers, which dominance does not compare.
-        out_of_memory = [k for k, told in self._known.items() if told.outcome is Outcome.OOM_DEVICE]
-        cause = dominating_oom(knobs, out_of_memory)
+        cause = dominating_oom(knobs, self._out_of_memory)
         return self._known[cause] if cause is not None else None
 
-    def _answer_by_prediction(self, knobs: Knobs, fit: Fit) -> Told | None:
+    def _answer_by_prediction(self, knobs: Knobs, fit: Fit) -> tuple[Told | None, str]:
         """An out-of-memory, of a config that surely does not fit, or for now of one that may well not."""
         index = int(self._pool.add([knobs])[0])
         zone = fit.zone(index)
         if zone is Zone.SURE_OOM:
             self._rejected[knobs] = None
-        elif zone is Zone.SAFE or self._pool.always_allowed[index] or self._sampler in KNOWS_WHAT_FITS:
-            return None
+            return self._predicted_oom(index, fit), FOR_GOOD
+        if zone is Zone.SAFE or self._pool.always_allowed[index] or self._sampler in KNOWS_WHAT_FITS:
+            return None, FOR_NOW
+        return self._predicted_oom(index, fit), FOR_NOW
+
+    def _predicted_oom(self, index: int, fit: Fit) -> Told:
         over = math.expm1(float(fit.log_fill(np.array([index]))[0]))
         return Told(Outcome.OOM_DEVICE, None, max(over, 1e-6))
 
@@ -225,6 +259,8 @@ class Search:
         """Takes in what a trial found; of a config that was asked for, or of any other (the baseline)."""
         if told.outcome not in INFRASTRUCTURE:
             self._known[knobs] = told
+        if told.outcome is Outcome.OOM_DEVICE:
+            self._out_of_memory.append(knobs)
         trial = self._asked.pop(knobs, None)
         if trial is not None:
             self._tell(trial, told)
@@ -235,9 +271,19 @@ class Search:
         """Takes in what an earlier run found of a config of this space: the sampler learns it, and it stays untried."""
         self._add(knobs, told, {PRIOR: True})
 
-    def propose(self, knobs: Knobs) -> None:
-        """Has a config of this space asked for before all others; call it before the first `ask`."""
-        self._proposed.append(knobs)
+    def propose(self, configs: Sequence[Knobs], at_most: int) -> None:
+        """Has some configs of this space asked for before all others; call it before the first `ask`.
+
+        Of `configs`, in their order, those that are believed to fit: they may come from where there was more memory.
+        """
+        fit = self._fit()
+        indices = self._pool.add(configs)
+        believed = [
+            knobs
+            for knobs, index in zip(configs, indices, strict=True)
+            if self._pool.always_allowed[index] or fit.zone(int(index)) is Zone.SAFE
+        ]
+        self._proposed = believed[:at_most]
 
     def _tell(self, trial: optuna.Trial, told: Told) -> None:
         state, value = self._state_and_value(told)

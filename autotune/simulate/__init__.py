@@ -19,6 +19,8 @@ than it is. The mechanisms, and where they come from:
   the GPU with a collective is stretched (torch/distributed/fsdp/_fully_shard; 12 % by Galvatron's constant): `timeline`
 * memory is followed through a step's events on three pools, one a stream, as the caching allocator keeps them:
   allocated is the most that lives at once, reserved the sum of what the pools grew to, plus fragments: `memory`
+* a trial takes the seconds that real ranks would: the same warm-up, draining, composed steps, stopping rule (the ranks'
+  own code), time limit and profile; first steps, compiling and storage take assumed times: `trial`
 * on top: level and pairwise effects of the knobs drawn from the seed (`hidden`), slow nodes, the slowest of many ranks,
   noise between runs (llm-foundry's published repeats differ by 1.6 %), slow drift, retries of a full allocator
 """

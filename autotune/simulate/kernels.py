@@ -65,15 +65,11 @@ class Kernels:
         moved_s = self.shape.bytes_each * (m * k + k * n + m * n) / self._stream_bytes_per_s
         return max(computed_s, moved_s) + KERNEL_TAIL_S
 
-    def stream_s(self, num_bytes: float, num_kernels: int = 1) -> float:
-        """A pointwise pass."""
-        return num_bytes / self._stream_bytes_per_s + num_kernels * KERNEL_TAIL_S
-
-    @functools.cache  # noqa: B019 (as long as a study)
-    def block(self, micro: int, compiled: bool, backend: str) -> BlockCost:
+    @property
+    def _matmul_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of a block: outputs and inputs of each matrix."""
         shape = self.shape
-        rows = micro * shape.seq_len
-        sizes = (
+        return (
             (shape.q_size, shape.hidden),
             (shape.kv_size, shape.hidden),
             (shape.kv_size, shape.hidden),
@@ -82,6 +78,20 @@ class Kernels:
             (shape.ffn, shape.hidden),
             (shape.hidden, shape.ffn),
         )
+
+    def matmul_flops_per_s(self, micro: int) -> float:
+        """That the matmuls of a block reach."""
+        rows = micro * self.shape.seq_len
+        return 2 * rows * self.shape.block_matmul_params / sum(self.matmul_s(rows, n, k) for n, k in self._matmul_sizes)
+
+    def stream_s(self, num_bytes: float, num_kernels: int = 1) -> float:
+        """A pointwise pass."""
+        return num_bytes / self._stream_bytes_per_s + num_kernels * KERNEL_TAIL_S
+
+    @functools.cache  # noqa: B019 (as long as a study)
+    def block(self, micro: int, compiled: bool, backend: str) -> BlockCost:
+        shape = self.shape
+        rows, sizes = micro * shape.seq_len, self._matmul_sizes
         matmuls_s = sum(self.matmul_s(rows, n, k) for n, k in sizes)
         # The gradient of the input, and that of the weight.
         matmuls_back_s = sum(self.matmul_s(rows, k, n) + self.matmul_s(n, k, rows) for n, k in sizes)

@@ -11,27 +11,19 @@ import numpy as np
 
 from autotune.job import Job
 from autotune.simulate.machine import GIB, Shape
+from autotune.simulate.trial import BLOCK_SD, STATE_BYTES, Trial, checkpoint_s
 from autotune.simulate.world import Truth, World
 from trials.breakdown import Breakdown
 from trials.conventions import PALM_MATMUL, flops_per_token
 from trials.outcome import Outcome
-from trials.record import Knobs, Measure, RankReport, TrialSpec, checkpoint_stride
-from trials.timing import drift, relative_half_width
+from trials.record import COMPOSED, Knobs, RankReport, TrialSpec, checkpoint_stride
+from trials.timing import drift
 
 LABEL = "simulated"
 SURVEY_S = 30.0
-START_S, BUILD_S_PER_GB = 9.0, 0.4
-COMPILE_S = 75.0
-BLOCK_SD = 0.004
-"""Between blocks of one run."""
 MEMORY_SD = 0.002
 """Of what a run reserves: the same settings do not always make the same fragments."""
-DRIFT_PERIOD_S = 5 * 3600.0
 KERNELS_PER_BLOCK = 33
-CHECKPOINT_GB_PER_S = 2.0
-"""Of a node, to and from storage that nodes share."""
-STATE_BYTES = 12
-"""fp32 weights and both of AdamW's moments."""
 HOST_GIB = 6.0
 """That a rank and its workers take of the host, torch's libraries among it."""
 RANK_SPREAD = 0.01
@@ -55,87 +47,50 @@ def measure(world: World, spec: TrialSpec, slowness: float, now_s: float, drawn:
     knobs = spec.knobs
     assert knobs is not None
     truth = world.truth(knobs, slowness)
-    phases = _phases(world, spec, knobs, truth)
     run_factor = math.exp(drawn.gauss(0.0, world.cluster.noise))
+    trial = Trial(world, spec, truth, truth.step_s * run_factor, now_s, drawn)
+    trial.begin()
     # Fragments differ from run to run: near the limit, a config fits in one and not in the next.
     memory_factor = 1 + drawn.gauss(0.0, MEMORY_SD)
     if truth.needed_gib * memory_factor > truth.capacity_gib:
-        return _out_of_memory(world, truth, phases, drawn)
-    block_times_s, block_steps = _blocks(world, spec.measure, truth.step_s * run_factor, now_s, drawn)
-    num_steps = sum(block_steps)
-    step_s = sum(t * n for t, n in zip(block_times_s, block_steps, strict=True)) / num_steps
-    phases["timed"] = step_s * num_steps
-    if spec.checkpoint_dir is not None:
-        phases["save"] = phases["load"] = _checkpoint_s(world)
-    rate = knobs.micro_batch_size * knobs.grad_accum_steps * spec.seq_len / step_s
-    profiled = bool(spec.profile) and (spec.profile_above is None or rate > spec.profile_above)
-    if profiled:
-        phases["profile"] = 2.5 * step_s + 5
+        return _out_of_memory(world, truth, trial.phase_s, drawn)
+    if trial.compile_s > spec.compile_timeout_s:
+        took_s, limit_s = trial.compile_s, spec.compile_timeout_s
+        reason = f"compiling took {took_s:.0f} s; measure.compile_timeout_s = {limit_s:.0f} ({LABEL})"
+        return Measured(Outcome.TIMEOUT, reason, 0, {}, sum(trial.phase_s.values()))
+    trial.finish()
+    measured = trial.measured
     noise = np.random.default_rng(drawn.getrandbits(32))
-    own_s = step_s * np.exp(noise.normal(0.0, BLOCK_SD, (world.world_size, num_steps)))
+    shape = (world.world_size, measured.num_steps)
+    own_s = np.array(measured.own_step_times_s) * np.exp(noise.normal(0.0, BLOCK_SD, shape))
     reports = {}
     for rank in range(world.world_size):
         report = _report(world, rank)
         report.outcome, report.phase = Outcome.OK.value, "done"
-        report.phase_s = dict(phases)
+        report.phase_s = dict(trial.phase_s)
         report.applied = knobs.to_dict()
         report.micro_batch_tokens = knobs.micro_batch_size * spec.seq_len
-        report.num_steps, report.block_times_s, report.block_steps = num_steps, block_times_s, block_steps
+        report.num_steps = measured.num_steps
+        report.block_times_s, report.block_steps = measured.block_times_s, measured.block_steps
         report.own_step_times_s = own_s[rank].tolist()
-        report.data_wait_s = truth.parts["data_wait"] / truth.step_s * phases["timed"]
-        report.drift = drift(block_times_s)
-        report.losses = _losses(world.shape, spec, num_steps)
+        if trial.step_parts_s is not None:
+            report.timing, report.step_parts_s = COMPOSED, dict(trial.step_parts_s)
+        report.loader_sustained, report.warnings = trial.loader_sustained, list(trial.warnings)
+        report.data_wait_s = trial.data_wait_s
+        report.drift = drift(measured.block_times_s)
+        report.losses = _losses(world.shape, spec, measured.num_steps)
         report.allocated_bytes = round(truth.allocated_gib * GIB)
         report.reserved_bytes = round(min(truth.reserved_gib * memory_factor, truth.capacity_gib) * GIB)
-        report.alloc_retries = truth.retries * num_steps
-        report.attention_backend = "flash" if knobs.attention_backend == "auto" else knobs.attention_backend
+        report.alloc_retries = truth.retries * measured.num_steps
+        if not knobs.compile:  # else the kernel is not seen
+            report.attention_backend = "flash" if knobs.attention_backend == "auto" else knobs.attention_backend
         if spec.checkpoint_dir is not None:
-            report.endurance = _endurance(world, truth, step_s, num_steps)
-        if profiled:
-            report.breakdown = _breakdown(world, knobs, truth, step_s, rank, drawn).to_dict()
+            report.endurance = _endurance(world, truth, trial)
+        if trial.profiled:
+            report.breakdown = _breakdown(world, knobs, truth, trial.mean_step_s, rank, drawn).to_dict()
         reports[rank] = report
     reports[0].hardware_flops_per_token = hardware_flops_per_token(world.shape, knobs.activation_checkpointing)
-    return Measured(Outcome.OK, "", None, reports, sum(phases.values()))
-
-
-def _phases(world: World, spec: TrialSpec, knobs: Knobs, truth: Truth) -> dict[str, float]:
-    """Seconds before the clock, by what a rank does."""
-    first = "compile" if knobs.compile else "first_step"
-    queued = knobs.num_workers * (knobs.prefetch_factor or 0) / knobs.grad_accum_steps
-    own_gb = 12e-9 * world.shape.num_params / world.world_size
-    return {
-        "start": START_S,
-        "data": 1.0 + 0.1 * knobs.num_workers,
-        "process_group": 2.0 + 0.02 * world.world_size,
-        "build": 3.0 + BUILD_S_PER_GB * own_gb * 10,
-        first: 2.5 * truth.step_s + (COMPILE_S if knobs.compile else 2.0),
-        "warmup": spec.measure.warmup_steps * truth.step_s,
-        "drain": queued * truth.step_s,
-    }
-
-
-def _blocks(
-    world: World, measure_: Measure, step_s: float, now_s: float, drawn: random.Random
-) -> tuple[list[float], list[int]]:
-    """Blocks until the mean is known, by the rule of `trials.timing.run_blocks`."""
-    limit = max(measure_.max_steps, measure_.min_steps)
-    count = max(1, min(round(measure_.block_s / step_s), limit // 4))
-    times_s: list[float] = []
-    steps: list[int] = []
-    at_s = now_s + START_S
-    while sum(steps) < limit:
-        steps.append(min(count, limit - sum(steps)))
-        times_s.append(step_s * drift_factor(world, at_s) * math.exp(drawn.gauss(0.0, BLOCK_SD)))
-        at_s += steps[-1] * times_s[-1]
-        if sum(steps) >= measure_.min_steps and relative_half_width(times_s) <= measure_.rel_ci:
-            break
-    return times_s, steps
-
-
-def drift_factor(world: World, now_s: float) -> float:
-    """How the cluster's step times wander with its temperature and its neighbours."""
-    phase = 2 * math.pi * random.Random(f"{world.cluster.seed}:drift").random()
-    return 1 + world.cluster.drift * math.sin(2 * math.pi * now_s / DRIFT_PERIOD_S + phase)
+    return Measured(Outcome.OK, "", None, reports, sum(trial.phase_s.values()))
 
 
 def _out_of_memory(world: World, truth: Truth, phases: dict[str, float], drawn: random.Random) -> Measured:
@@ -191,16 +146,11 @@ def _breakdown(world: World, knobs: Knobs, truth: Truth, step_s: float, rank: in
     )
 
 
-def _checkpoint_s(world: World) -> float:
-    own_bytes = STATE_BYTES * world.shape.num_params / world.world_size
-    return own_bytes * world.job.cluster.ranks_per_node / (1e9 * CHECKPOINT_GB_PER_S)
-
-
-def _endurance(world: World, truth: Truth, step_s: float, num_steps: int) -> dict[str, Any]:
+def _endurance(world: World, truth: Truth, trial: Trial) -> dict[str, Any]:
     """As `trials.endurance` reports it; nothing but the training itself comes near its peak, and nothing leaks."""
     peak_bytes, own_bytes = round(truth.allocated_gib * GIB), STATE_BYTES * world.shape.num_params // world.world_size
-    seconds = {"train": step_s * num_steps, "evaluate": 2 * step_s / 3} | dict.fromkeys(
-        ("save", "load"), _checkpoint_s(world)
+    seconds = {"train": trial.phase_s["timed"], "evaluate": trial.phase_s["evaluate"]} | dict.fromkeys(
+        ("save", "load"), checkpoint_s(world)
     )
     allocated_bytes = {"train": peak_bytes, "evaluate": (peak_bytes + own_bytes) // 2}
     phases = [
@@ -223,7 +173,7 @@ def _endurance(world: World, truth: Truth, step_s: float, num_steps: int) -> dic
 def _losses(shape: Shape, spec: TrialSpec, num_steps: int) -> list[float]:
     """The same for all settings, as it must be: they train alike."""
     wobble = random.Random(f"{spec.seed}:losses")
-    count = spec.measure.warmup_steps + 1 + num_steps
+    count = spec.num_warmup_steps + 1 + 2 * spec.composed + num_steps
     return [math.log(shape.vocab) * math.exp(-step / 400) * (1 + wobble.gauss(0.0, 2e-3)) for step in range(count)]
 
 
@@ -240,13 +190,19 @@ def hardware_flops_per_token(shape: Shape, mode: str) -> float:
     return needed + math.ceil(shape.num_layers / stride) * again
 
 
-def survey_reports(world: World) -> dict[int, RankReport]:
-    """The survey of model and machine, as counts: nothing is built."""
+def survey_reports(world: World, matmul_micro_batch_size: int | None = None) -> dict[int, RankReport]:
+    """The survey of model and machine, as counts: nothing is built.
+
+    Args:
+        matmul_micro_batch_size: also the rate reached in the matmuls of so many sequences.
+    """
     shape, job = world.shape, world.job
     found = survey_facts(job, shape) | {
         "cpus_allowed": world.cluster.cpus_per_node,
         "device_memory_gib": world.machine.memory_bytes / GIB,
     }
+    if matmul_micro_batch_size is not None:
+        found["matmul_rate"] = {"model_tflops_per_s": world.kernels.matmul_flops_per_s(matmul_micro_batch_size) / 1e12}
     reports = {rank: _report(world, rank) for rank in range(world.world_size)}
     for report in reports.values():
         report.outcome, report.phase, report.survey = Outcome.OK.value, "done", found

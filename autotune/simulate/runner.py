@@ -129,7 +129,7 @@ class SimulatedRunner:
         drawn = random.Random(f"{self.world.cluster.seed}:{spec.digest()}:{spec.stage}:{spec.round}:{spec.attempt}")
         lost = drawn.random() < self.world.cluster.node_loss and spec.knobs is not None
         if spec.knobs is None:
-            found = Measured(Outcome.OK, "", None, survey_reports(self.world), SURVEY_S)
+            found = Measured(Outcome.OK, "", None, survey_reports(self.world, spec.matmul_micro_batch_size), SURVEY_S)
         else:
             found = measure(self.world, spec, slot.slowness, now_s, drawn)
         if lost:

@@ -196,6 +196,11 @@ class World:
         cost = self.kernels.block(knobs.micro_batch_size, knobs.compile, knobs.attention_backend)
         return parts, total("comm_s"), cost.matmul_share
 
+    def micro_step_times(self, knobs: Knobs) -> tuple[float, float, float]:
+        """Seconds of the first, an inner and the last micro-step, by the mechanisms alone."""
+        first, inner, last = self._micro_steps(knobs)
+        return first.total_s, inner.total_s, last.total_s
+
     def _micro_steps(self, knobs: Knobs) -> tuple[Span, Span, Span]:
         """The first, an inner and the last of an optimizer step."""
         key = (*_time_key(knobs), self._host(knobs))
@@ -364,6 +369,10 @@ class World:
         return self.kernels.optimizer_s(own, knobs.fused_optimizer), 0.0
 
     # --- data -------------------------------------------------------------------------------------------------
+
+    def loader_batch_s(self, knobs: Knobs) -> float:
+        """Between two micro-batches of all loader processes of a rank together; there is at least one."""
+        return self._host(knobs) * self._batch_s(knobs.micro_batch_size) / knobs.num_workers
 
     def _batch_s(self, micro_batch_size: int) -> float:
         """Of one loader process, for one micro-batch."""

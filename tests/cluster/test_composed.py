@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from autotune.history import History
+from tests.cluster.columns import missing_where_simulated
 from tests.cluster.conftest import write_job
 from tests.cluster.test_run import autotune
 
@@ -40,3 +41,4 @@ def test_the_search_composes_steps_and_finalists_and_rounds_run_them_whole(tmp_p
     assert f"whole (composed {100 * finalist['composed_difference']:+.1f} %)" in shown
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["evidence"]["timing"] == best["baseline"]["timing"] == "whole"
+    assert missing_where_simulated(rows, tmp_path / "job.yaml", tmp_path / "simulated") == {}

@@ -86,6 +86,7 @@ def test_the_survey_tells_what_the_space_needs(runner: SlotRunner, texts: Path, 
     assert found is not None
     assert found["num_blocks"] == len(found["block_mib"]) == 2
     assert found["cpu_peak_tflops_per_s"] > 0
+    assert 0 < found["cpu_share"] <= 1
     assert found["num_params"] > found["num_matmul_params"] > 0
 
 

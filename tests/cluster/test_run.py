@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from autotune.history import History
+from tests.cluster.columns import missing_where_simulated
 from tests.cluster.conftest import write_job
 from trials.breakdown import FRACTIONS
 
@@ -121,6 +122,10 @@ def test_the_figures_of_every_row_agree(finished: Path) -> None:
             assert row["hardware_flops_per_token"] > executed
         assert len(row["rank_step_times_s"]) == 2
         assert row["mfu_causal"] < row["mfu"]
+
+
+def test_a_simulated_history_has_a_value_wherever_a_real_one_has(finished: Path, tmp_path: Path) -> None:
+    assert missing_where_simulated(rows(finished), finished / "job.yaml", tmp_path / "simulated") == {}
 
 
 def test_what_runs_is_counted_once_for_each_checkpointing_and_attention_kernel(finished: Path) -> None:

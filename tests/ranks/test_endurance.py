@@ -54,6 +54,15 @@ def test_evaluation_save_and_load_bring_back_every_bit_of_state(ranks, text_fold
     assert not (tmp_path / "checkpoint").exists(), "it is removed"
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1-kept"])
+def test_one_rank_endures_too(ranks, text_folder, tmp_path, engine):
+    """There is nothing to shard: torch makes FSDP1 NO_SHARD, and a sharded state dict is asked of it all the same."""
+    gang = ranks.run(enduring(text_folder, tmp_path / "checkpoint", KNOBS[engine], steps=2, world_size=1))
+    assert gang.outcome is Outcome.OK, str(gang)
+    (report,) = gang.reports
+    assert [phase["phase"] for phase in report.endurance["phases"]] == ["train", "evaluate", "save", "load"]
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "ddp"])
 def test_a_load_that_forgets_the_optimizer_is_wrong_numerics(ranks, text_folder, tmp_path, engine):
     gang = ranks.run(enduring(text_folder, tmp_path / "c", KNOBS[engine], "forgets_the_optimizer", steps=2))

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from autotune.best import read_best
+from autotune.history import History
 from autotune.report.tables import print_best
 from autotune.run import Run, RunResult
 from tests.benchmarks.verdict import tally
@@ -92,6 +93,32 @@ def test_if_every_winner_fails_the_baseline_is_kept_and_the_reasons_are_told(tmp
     assert "failed when it was run again or longer: keep your baseline" in best["verdict"]
     assert len(best["endurance"]["failed"]) == 3
     assert best["endurance"]["status"] == "not_run"
+
+
+@pytest.mark.parametrize(
+    ("failing", "said", "verdict"),
+    [
+        ("none", "the config of trial 1 failed when run again: on to the next", ""),
+        ("full", "the baseline failed when run again: 0 of 7 pairs are left, too few: on to the next", "itself failed"),
+    ],
+    ids=["the candidate", "the baseline"],
+)
+def test_of_a_round_that_fails_it_is_said_which_of_the_two_did(
+    tmp_path: Path, failing: str, said: str, verdict: str
+) -> None:
+    def behave(spec: TrialSpec) -> Any:
+        return OOM if spec.stage == "round" and checkpointing(spec) == failing else RATES[checkpointing(spec)]
+
+    screen = Silent()
+    (tmp_path / "logs").mkdir()
+    job = make_job(space={"activation_checkpointing": list(RATES)})
+    Run(job, tmp_path, ModelledRunner(behave), screen).go()
+    rows, _ = History(tmp_path / "history").rows()
+    fastest = next(r["trial"] for r in rows if r["knobs"]["activation_checkpointing"] == "none")
+    assert any(said.replace("trial 1", f"trial {fastest}") in message for message in screen.messages)
+    best = read_best(tmp_path)
+    assert verdict in best["verdict"]
+    assert best["settings"]["activation_checkpointing"] == ("full" if verdict else "selective_op")
 
 
 def test_a_full_disk_is_held_against_no_config(tmp_path: Path) -> None:

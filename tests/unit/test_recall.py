@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,15 @@ def test_only_long_accumulation_in_the_search_is_composed(measurer: Measurer) ->
     assert composed("explore", 16)
     assert not composed("explore", job.measure.compose_above)
     assert not any(composed(stage, 16) for stage in ("baseline", "finalist", "round", "measure"))
+
+
+def test_trials_side_by_side_have_taken_the_time_of_one_and_trials_in_a_row_their_sum(measurer: Measurer) -> None:
+    first = datetime(2026, 1, 1, tzinfo=UTC)
+    for trial, (begin_s, end_s) in enumerate([(0, 60), (100, 160), (100, 150), (130, 200), (110, 120), (300, 290)]):
+        times = {"started_at": first + timedelta(seconds=begin_s), "ended_at": first + timedelta(seconds=end_s)}
+        History(measurer.out / "history").append(row(trial, **OK) | times)
+    assert measurer.recall() == []
+    assert measurer.recalled_s == 60 + 100
 
 
 def changed(**changes: Any) -> Callable[[str], str]:

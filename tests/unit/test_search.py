@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from autotune.canonical import Facts
 from autotune.search.feasible import dominating_oom, takes_no_less_memory
 from autotune.search.pool import Pool
+from autotune.search.residual.acquisition import SAFE
 from autotune.search.samplers import SAMPLERS, make_sampler
 from autotune.search.study import CONSTRAINT, Search, Told
 from autotune.space import SearchSpace
 from tests.unit.conftest import make_job, make_space
+from tests.unit.test_residual import Made
 from trials.outcome import Outcome
 from trials.record import Knobs
 
@@ -195,3 +197,26 @@ def test_optunas_messages_go_to_the_log(tmp_path: Path, capfd: pytest.CaptureFix
     assert "hello" in log.read_text()
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
+
+
+def test_what_is_drawn_is_all_that_may_fit_once_and_the_risky_after_the_safe(tmp_path: Path) -> None:
+    space = make_space()
+
+    def orders(seed: int) -> list[Knobs]:
+        searching = Search(space, "random", seed, tmp_path / "log", predictor=Made(), limit_gib=3.0, headroom=0.05)
+        searching.tell(space.baseline, ok(1.0))
+        searching.tell(next(k for k in space.configs() if needs(k) > 6.0), OOM)
+        fit = searching._fit()
+        drawn = list(iter(lambda: searching._draw_untried(fit), None))
+        safe = [bool(fit.roughly()[searching._pool._index[knobs]] >= SAFE) for knobs in drawn]
+        assert safe == sorted(safe, reverse=True)
+        possible = {knobs for knobs, may in zip(searching._pool.configs, fit.may_fit(), strict=True) if may}
+        open_ = {
+            knobs for knobs in possible - {space.baseline} if dominating_oom(knobs, searching._out_of_memory) is None
+        }
+        assert len(drawn) == len(set(drawn))
+        assert 0 < len(open_) < len(possible) - 1
+        assert set(drawn) == open_
+        return drawn
+
+    assert orders(0) == orders(0) != orders(1)

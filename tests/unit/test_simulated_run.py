@@ -77,6 +77,7 @@ def test_everything_that_is_shown_says_so_too(finished: Path, tmp_path: Path) ->
     shown = autotune("show", str(finished))
     assert "SIMULATED: nothing was measured" in shown
     assert "Result, SIMULATED" in shown
+    assert " simulated min. History: " in screen
     assert all(trial["simulated"] for trial in json.loads(autotune("show", str(finished), "--json"))["trials"])
     for target in ("plain", "accelerate", "transformers"):
         autotune("export", str(finished), "--to", target, "--output", str(tmp_path))
@@ -94,6 +95,14 @@ def test_rows_carry_what_real_ones_do(finished: Path) -> None:
         assert row["losses"]
         if row["stage"] != "explore":  # of these, each new best
             assert (row["frac_compute"] is not None) == (row["stage"] in ("baseline", "finalist"))
+
+
+def test_calibrating_the_peak_is_simulated_too(tmp_path: Path) -> None:
+    arguments = ("measure", "llama3-8b", "--simulate", CLUSTER, "--output", str(tmp_path / "run"))
+    sheet = autotune(*arguments, "--set", "cluster.calibrate_peak=true")
+    assert "achievable in the model's matmuls" in sheet
+    (row,) = rows_of(tmp_path / "run")
+    assert row["mfu"] < row["share_of_achievable"] < 1
 
 
 def test_a_winner_endures(tmp_path: Path) -> None:
@@ -120,6 +129,14 @@ def test_a_study_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 def test_the_minutes_of_a_budget_are_the_clusters(tmp_path: Path) -> None:
     screen = tune(tmp_path / "run", "--set", "budget.minutes=5")
     assert "budget.minutes = 5 is used up" in screen
+    assert len([row for row in rows_of(tmp_path / "run") if row["stage"] == "explore"]) < 8
+
+
+def test_so_are_its_gpu_hours_and_study_yaml_keeps_why_the_search_ended(tmp_path: Path) -> None:
+    screen = tune(tmp_path / "run", "--set", "budget.gpu_hours=1.4")
+    reason = "budget.gpu_hours = 1.4 is used up (16 ranks)"
+    assert f"the search ends: {reason}" in screen
+    assert yaml.safe_load((tmp_path / "run" / "study.yaml").read_text())["search_ended"] == reason
     assert len([row for row in rows_of(tmp_path / "run") if row["stage"] == "explore"]) < 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,10 @@ from autotune.history import History
 from autotune.run import Run
 from autotune.search.study import CONSTRAINT, PRIOR
 from tests.modelled import ModelledRunner, Silent
-from tests.unit.conftest import make_job
+from tests.unit.conftest import make_job, make_space
+from tests.unit.test_residual import Made, needs_gib, search
 from trials.outcome import Outcome
-from trials.record import TrialSpec
+from trials.record import COMPOSED, WHOLE, TrialSpec
 
 MODES = ("none", "selective_op", "every_2", "full")
 """The baseline recomputes all."""
@@ -51,8 +53,9 @@ class Machine(ModelledRunner):
 def study(out: Path, machine: Machine, trials: int = 3, warm_start: tuple[Path, ...] = (), **others: Any) -> Run:
     """A finished run; `others` are of the job, or of Run."""
     of_run = {name: others.pop(name) for name in ("other_model",) if name in others}
+    space = others.pop("space", {"activation_checkpointing": list(MODES)})
     job = make_job(
-        space={"activation_checkpointing": list(MODES)},
+        space=space,
         budget={"trials": trials},
         measure={"rounds": 3, "num_finalists": 1},
         sampler="random",  # which learns nothing: what is measured first was proposed
@@ -72,6 +75,7 @@ def priors(run: Run) -> dict[str, optuna.trial.FrozenTrial]:
     """What the sampler was told of earlier runs, by checkpointing mode."""
     modes = run.space.candidates["activation_checkpointing"]
     found = [trial for trial in run.search._study.trials if PRIOR in trial.user_attrs]
+    assert len({trial.params["activation_checkpointing"] for trial in found}) == len(found)
     return {modes[trial.params["activation_checkpointing"]]: trial for trial in found}
 
 
@@ -112,6 +116,62 @@ def test_throughputs_are_taken_as_ratios_to_their_own_baseline(tmp_path: Path) -
     found = priors(study(tmp_path / "now", faster_machine, warm_start=(tmp_path / "earlier",)))
     assert found["none"].value == pytest.approx(1300)
     assert found["full"].value == pytest.approx(1000)
+
+
+class Composing(Machine):
+    """Steps that are put together from parts look 1.5 times as fast as they are."""
+
+    def _rate(self, spec: TrialSpec) -> float | tuple[Outcome, str]:
+        rate = super()._rate(spec)
+        return rate * 1.5 if isinstance(rate, float) and spec.composed else rate
+
+    def _report(self, spec: TrialSpec, rank: int, rate: float) -> Any:
+        report = super()._report(spec, rank, rate)
+        report.timing = COMPOSED if spec.composed else WHOLE
+        return report
+
+
+LONG = {"batch": {"global_batch_size": 64, "target_world_size": 2}}
+"""32 micro-steps of one sequence: trials of the search are composed."""
+
+
+def test_whole_steps_count_before_those_put_together_from_parts(tmp_path: Path) -> None:
+    machine = Composing(rates("none"))
+    study(tmp_path / "earlier", machine, **LONG)
+    assert {spec.composed for spec in machine.specs if spec.stage == "explore"} == {True}
+    found = priors(study(tmp_path / "now", Machine(rates("none")), warm_start=(tmp_path / "earlier",), **LONG))
+    assert found["none"].value == pytest.approx(130), "measured whole as a finalist"
+    assert found["full"].value == pytest.approx(100)
+    assert found["every_2"].value == pytest.approx(150), "known from its parts alone"
+
+
+def test_the_reference_is_found_there_whatever_the_accumulation(tmp_path: Path) -> None:
+    """There the baseline was another config; this one's was measured beside it, with half the micro-steps."""
+    study(tmp_path / "earlier", Machine(rates("none")), baseline={"activation_checkpointing": "none"})
+    batch = {"global_batch_size": 32, "target_world_size": 2}
+    run = study(tmp_path / "now", Machine(rates("none")), warm_start=(tmp_path / "earlier",), batch=batch)
+    found = priors(run)
+    assert found["none"].value == pytest.approx(100 * 1.3**0.5), "at the weight of another batch"
+    assert found["full"].value == pytest.approx(100)
+
+
+def test_what_is_told_of_a_failed_trial_is_no_rate(tmp_path: Path) -> None:
+    study(tmp_path / "earlier", Machine(rates("every_2") | {"none": 0.0}))
+    history = History(tmp_path / "earlier" / "history")
+    for row in history.rows()[0]:
+        if row["outcome"] == "oom_device":
+            history.append(row | {"tokens_per_s_per_rank": math.nan})
+    run = study(tmp_path / "now", Machine(rates("none")), warm_start=(tmp_path / "earlier",))
+    assert priors(run)["none"].state is optuna.trial.TrialState.PRUNED
+
+
+def test_what_would_not_fit_here_is_not_proposed_however_fast_it_was_there(tmp_path: Path) -> None:
+    space = make_space()
+    hopeless = max(space.configs(), key=needs_gib)
+    fitting = min(set(space.configs()) - {space.baseline}, key=lambda knobs: (needs_gib(knobs), knobs.num_workers))
+    searching = search(space, tmp_path, "random", predictor=Made())
+    searching.propose([hopeless, fitting], 1)
+    assert searching.ask() == fitting
 
 
 @pytest.mark.parametrize(
@@ -210,6 +270,7 @@ def test_the_command_line_refuses_before_ray_is_started(tmp_path: Path) -> None:
         return str(result.exception)
 
     assert "no history there" in refusal("--warm-start", str(tmp_path))
+    assert "no history there: File name too long" in refusal("--warm-start", "x" * 300)
     assert "has no effect" in refusal("--warm-start-other-model")
     study(tmp_path / "out", Machine(rates("none")))
     assert "the folder of this run itself" in refusal("--warm-start", str(tmp_path / "out"))

@@ -42,7 +42,7 @@ class ResidualSampler(BaseSampler):
 
     Args:
         pool: the configs to choose from, with their predictions.
-        seed: of the candidates that are drawn; with the number of the trial it decides everything that is random.
+        seed: of the candidates that are drawn; with the number of configs tried it decides everything that is random.
     """
 
     def __init__(self, pool: Pool, seed: int) -> None:
@@ -65,7 +65,8 @@ class ResidualSampler(BaseSampler):
         if not search_space:
             return {}
         trials = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
-        chosen = self.choose(observe(trials, self._pool), np.random.default_rng((self._seed, trial.number)))
+        observed = observe(trials, self._pool)
+        chosen = self.choose(observed, np.random.default_rng((self._seed, observed.num_tried)))
         return {} if chosen is None else self._pool.space.params(self._pool.configs[chosen])
 
     def sample_independent(

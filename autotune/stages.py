@@ -1,0 +1,27 @@
+"""The stages of a study, and how the trials of each are measured."""
+
+from __future__ import annotations
+
+from autotune.job import MeasureSettings
+from trials.record import Knobs
+
+BASELINE, FINALIST, ROUND = "baseline", "finalist", "round"
+SIDE_BY_SIDE = "explore"
+"""The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
+ENDURANCE = "endurance"
+"""The stage of the winner's longer run."""
+BY_HAND = "measure"
+"""The stage of `autotune measure`."""
+PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND})
+"""Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
+stay free of it."""
+
+
+def is_composed(measure: MeasureSettings, knobs: Knobs, stage: str) -> bool:
+    """Whether a trial runs short steps, and puts the time of a whole one together (`trials.composed`)."""
+    return stage == SIDE_BY_SIDE and knobs.grad_accum_steps > measure.compose_above
+
+
+def endurance_timeout_s(measure: MeasureSettings) -> float:
+    """Of the winner's longer run, compiling aside."""
+    return measure.trial_timeout_s * (1 + measure.endurance_steps / measure.max_steps)
