@@ -214,7 +214,11 @@ OUR_SOURCES = [path for name in ("autotune", "trials", "search_spaces") for path
 
 @pytest.mark.parametrize("path", OUR_SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_our_own_code_runs_nothing_that_a_file_says(path: Path) -> None:
-    assert dangerous_calls(path.read_text()) == []
+    found = dangerous_calls(path.read_text())
+    if path.name == "probe.py":  # whose purpose is to run the script that its user names
+        assert {call.partition(": ")[2] for call in found} == {"exec", "compile"}
+        return
+    assert found == []
 
 
 @pytest.mark.parametrize(
