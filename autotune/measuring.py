@@ -262,6 +262,9 @@ class Measurer:
         trial, first = self._unfinished.pop(key, (self._next_trial, 0))
         self._next_trial = max(self._next_trial, trial + 1)
         spec = make_spec(self.study.job, self.runner, knobs, stage, trial, round_number)
+        if spec.trainer is not None and self.study.job.model is not None:
+            expect = spec.trainer["expect"] | {"num_parameters": self.study.model.num_params}
+            spec = replace(spec, trainer=spec.trainer | {"expect": expect})
         profile = "trace" if spec.profile and self.keep_traces else spec.profile
         if stage == ENDURANCE:
             spec = self._enduring(spec)

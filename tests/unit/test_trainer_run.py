@@ -105,6 +105,14 @@ def test_the_first_trial_that_does_not_do_what_was_asked_ends_the_study(tmp_path
     assert [row["outcome"] for row in rows].count("misapplied") == 1
 
 
+def test_a_declared_model_is_what_the_ranks_must_train(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    runner = Trainers(rate, {"num_params": 4321})
+    Run(job(model={"preset": "tiny", "seq_len": 256}), tmp_path, runner, Silent()).go()
+    orders = [spec.trainer for spec in runner.specs if spec.trainer is not None]
+    assert {order["expect"]["num_parameters"] for order in orders} == {4321}
+
+
 def test_a_baseline_that_is_too_short_is_the_users_to_mend(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ended after 3 optimizer steps"):
         study(tmp_path, lambda _: (Outcome.TOO_SHORT, "the script ended after 3 optimizer steps"))
