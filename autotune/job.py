@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from autotune.errors import nearest
 from autotune.export import EXPORTERS
+from autotune.job_space import ABSENT_KNOBS, Baseline, Engine, Space
+from autotune.section import NotNegative, Positive, Section
+from autotune.trainer.handed import check_blocks, check_handed, check_ranks, handed, model_parallel_ranks
+from autotune.trainer.section import Trainer
 from trials.formats import inapplicable
-from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SHORT_MICRO_STEPS, SYNTHETIC, checkpoint_stride
+from trials.record import (
+    ENGINE_KNOBS,
+    KNOB_NAMES,
+    PYTHON_STDLIB,
+    SHORT_MICRO_STEPS,
+    SYNTHETIC,
+    TRAINER,
+)
 from trials.shapes import PRESETS, DecoderConfig
-
-Positive = Annotated[int, Field(gt=0, lt=2**31)]
-"""The history stores whole numbers in 32 bits."""
-NotNegative = Annotated[int, Field(ge=0, lt=2**31)]
-Engine = Literal["fsdp2", "fsdp1", "ddp"]
-BackwardPrefetch = Literal["pre", "post", "none"]
-AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math"]
-
-ABSENT_KNOBS = {
-    "limit_all_gathers": "it is FSDP1's rate limiter of in-flight all-gathers",
-    "persistent_workers": "always on: a trial's loader never ends",
-    "grad_accum_steps": "accumulation is derived, so that the global batch stays exact: search micro_batch_size",
-    "pin_memory": "always on for CUDA, absent on CPU",
-}
-"""Knobs that people ask for and that cannot be searched, with the reason."""
-
-
-class Section(BaseModel):
-    # A field's docstring is also the hint of an error in it.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Model(Section):
@@ -184,12 +174,17 @@ class Cluster(Section):
     """Ranks on each node; fewer than its devices is allowed. World size = nodes_per_trial x ranks_per_node."""
     parallel_trials: Positive = 1
     """Trials that run at once while exploring, each on nodes of its own; what is compared runs alone, on one slot."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default_factory=dict)
     """Ray node labels, name to value, that each of a trial's nodes must carry (`ray start --labels`)."""
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
     """Per rank. On CUDA the caching allocator's cap (default: all memory); on CPU the data segment's growth."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the limit that a config must leave free to count as fitting."""
+    python: str | None = None
+    """The interpreter of the ranks, with their torch; default: the one that runs autotune. In it, or in the container
+    of command_prefix, fsdp-autotune need not be installed."""
+    command_prefix: tuple[str, ...] = ()
+    """Put before every rank's command, e.g. [apptainer, exec, --nv, image.sif]."""
     launcher: Literal["auto", "fork", "exec"] = "auto"
     """`fork`: CPU ranks from a process that has torch loaded; `exec`: a fresh interpreter a rank. auto: by device."""
     device_name: str | None = None
@@ -247,98 +242,6 @@ class Cluster(Section):
         return self
 
 
-class Space(Section):
-    """Candidates per knob; a knob that is absent keeps the baseline's value. `auto` derives them (README, "Knobs")."""
-
-    micro_batch_size: tuple[Positive, ...] | Literal["auto"] | None = None
-    sync_each_micro_batch: tuple[bool, ...] | None = None
-    reshard_after_forward: tuple[bool, ...] | None = None
-    bucket_cap_mb: tuple[Annotated[float, Field(gt=0)], ...] | Literal["auto"] | None = None
-    activation_checkpointing: tuple[str, ...] | None = None
-    num_workers: tuple[Annotated[int, Field(ge=0)], ...] | Literal["auto"] | None = None
-    prefetch_factor: tuple[Positive, ...] | None = None
-    keep_last_units: tuple[NotNegative, ...] | None = None
-    """FSDP2: units at the end that are not freed after forward, e.g. [0, 1]."""
-    reshard_group_size: tuple[NotNegative, ...] | None = None
-    """FSDP2: ranks that weights are spread over between forward and backward; 0 for all, else a divisor."""
-    forward_prefetch_units: tuple[NotNegative, ...] | None = None
-    """FSDP2: units gathered ahead in forward; 0 for torch's own order."""
-    backward_prefetch_units: tuple[NotNegative, ...] | None = None
-    """FSDP2: units gathered ahead in backward; 0 for torch's own, which is one."""
-    replicate_degree: tuple[Positive, ...] | None = None
-    """FSDP2 and FSDP1: copies of the sharded model (HSDP), over the ranks of a trial; 1 for plain FSDP."""
-    reduce_dtype: tuple[Literal["fp32", "bf16"], ...] | None = None
-    """FSDP2 and FSDP1: of the gradient reduction under bf16 precision."""
-    cpu_offload: tuple[bool, ...] | None = None
-    """FSDP2 on CUDA: weights, gradients and optimizer in host memory."""
-    limit_all_gathers: tuple[bool, ...] | None = None
-    """FSDP1: a rate limiter of in-flight all-gathers."""
-    backward_prefetch: tuple[BackwardPrefetch, ...] | None = None
-    """FSDP1: pre, post or none."""
-    forward_prefetch: tuple[bool, ...] | None = None
-    """FSDP1: queue the next unit's all-gather before a forward."""
-    compile: tuple[bool, ...] | None = None
-    """torch.compile of each block; its time is outside the clock."""
-    attention_backend: tuple[AttentionBackend, ...] | None = None
-    """Of scaled_dot_product_attention: auto, flash, efficient, cudnn, math."""
-    fused_optimizer: tuple[bool, ...] | None = None
-    """One kernel for the whole AdamW update."""
-
-    @model_validator(mode="after")
-    def _modes_and_duplicates(self) -> Self:
-        for mode in self.activation_checkpointing or ():
-            checkpoint_stride(mode)
-        for name, values in self:
-            if isinstance(values, tuple) and not values:
-                raise ValueError(f"{name} = []: give at least one candidate, or leave the knob out")
-            if isinstance(values, tuple) and len(set(values)) != len(values):
-                raise ValueError(f"{name} = {list(values)}: the same candidate twice")
-        return self
-
-
-class Baseline(Section):
-    """Your present settings. What you leave out is what a careful person would start with."""
-
-    micro_batch_size: Positive = 1
-    sync_each_micro_batch: bool | None = None
-    """None: as export_for's trainer does it, else true."""
-    reshard_after_forward: bool = True
-    bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
-    """None: the size of the largest block, which is one block a unit where blocks are alike."""
-    activation_checkpointing: str = "full"
-    num_workers: Annotated[int, Field(ge=0)] | None = None
-    """None: the CPUs this process may use / ranks per node, one of them kept for the rank itself."""
-    prefetch_factor: Positive = 2
-    engine: Engine | None = None
-    """None: the first of training.engines. It need not be one of them."""
-    keep_last_units: NotNegative | None = None
-    """FSDP2; None, here and below: torch's default."""
-    reshard_group_size: NotNegative | None = None
-    """FSDP2: 0 for all ranks."""
-    forward_prefetch_units: NotNegative | None = None
-    """FSDP2."""
-    backward_prefetch_units: NotNegative | None = None
-    """FSDP2."""
-    replicate_degree: Positive | None = None
-    """FSDP2 and FSDP1: copies of the sharded model (HSDP)."""
-    cpu_offload: bool | None = None
-    """FSDP2 on CUDA."""
-    limit_all_gathers: bool | None = None
-    """FSDP1."""
-    backward_prefetch: BackwardPrefetch | None = None
-    """FSDP1: pre, post or none."""
-    forward_prefetch: bool | None = None
-    """FSDP1."""
-    compile: bool = False
-    attention_backend: AttentionBackend = "auto"
-    fused_optimizer: bool = False
-
-    @model_validator(mode="after")
-    def _mode(self) -> Self:
-        checkpoint_stride(self.activation_checkpointing)
-        return self
-
-
 class Budget(Section):
     """The first limit reached ends the search; finalists are measured all the same."""
 
@@ -392,8 +295,11 @@ class MeasureSettings(Section):
 class Job(Section):
     """A whole job, as `autotune init` writes it."""
 
-    model: Model
-    data: Data
+    model: Model | None = None
+    """Beside `trainer`, what is known of its model: FLOPs and predictions come from it."""
+    data: Data | None = None
+    trainer: Trainer | None = None
+    """Instead of model and data: your own command."""
     batch: Batch
     cluster: Cluster
     training: Training = Training()
@@ -413,7 +319,50 @@ class Job(Section):
         if self.batch.global_batch_size is not None:
             return self.batch.global_batch_size
         assert self.batch.global_batch_tokens is not None
-        return self.batch.global_batch_tokens // self.model.seq_len
+        assert self.seq_len is not None
+        return self.batch.global_batch_tokens // self.seq_len
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sequence; None: only a user's own trainer knows."""
+        if self.model is not None:
+            return self.model.seq_len
+        return self.trainer.tokens if self.trainer and isinstance(self.trainer.tokens, int) else None
+
+    @property
+    def built_in(self) -> tuple[Model, Data]:
+        """Model and data of a job whose ranks are ours."""
+        assert self.model is not None
+        assert self.data is not None
+        return self.model, self.data
+
+    @property
+    def workload(self) -> str:
+        """Of what is trained, for the ranks: a name that they know, or `trainer`."""
+        return TRAINER if self.model is None else self.model.workload
+
+    @property
+    def batch_text(self) -> str:
+        """For people: of an optimizer step over all ranks."""
+        tokens = "" if self.seq_len is None else f" = {self.global_batch_size * self.seq_len:,} tokens"
+        return f"{self.global_batch_size} sequences{tokens} per optimizer step"
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether batches come from a loader that can be tuned."""
+        if self.trainer is not None:
+            return "num_workers" in self.handed
+        return self.data is not None and not self.data.is_synthetic
+
+    @property
+    def loader_measured(self) -> bool:
+        """Whether throughput has a real loader's cost in it."""
+        return self.trainer is not None or self.has_loader
+
+    @functools.cached_property
+    def handed(self) -> frozenset[str]:
+        """Knobs that reach the ranks: all, or of a user's own trainer those that its command takes."""
+        return frozenset(KNOB_NAMES) if self.trainer is None else handed(self.trainer)
 
     @property
     def reduce_dtype(self) -> Literal["fp32", "bf16"]:
@@ -434,6 +383,28 @@ class Job(Section):
         if value is not None and value not in EXPORTERS:
             raise ValueError(f"{value!r}: no such trainer; {nearest(value, EXPORTERS)}")
         return value
+
+    @model_validator(mode="after")
+    def _model_and_data_or_trainer(self) -> Self:
+        if self.trainer is None:
+            missing = [name for name in ("model", "data") if getattr(self, name) is None]
+            if missing:
+                raise ValueError(
+                    f"{' and '.join(missing)}: missing\n    hint: `autotune init` shows every key; to tune your own "
+                    "training command instead, give `trainer`"
+                )
+            return self
+        if self.data is not None:
+            raise ValueError("data: your trainer reads its own\n    hint: remove it, or remove trainer")
+        if self.model is None and self.batch.global_batch_tokens is not None and self.trainer.tokens == "auto":
+            raise ValueError(
+                "batch.global_batch_tokens: how many sequences that is depends on their length\n    hint: give "
+                "trainer.tokens (tokens per sequence), or global_batch_size in sequences"
+            )
+        check_handed(self.trainer, self.space, self.baseline, self.training.engines)
+        if self.model is None:
+            check_blocks(self.space, self.baseline)
+        return self
 
     @model_validator(mode="after")
     def _knobs_of_the_engines(self) -> Self:
@@ -487,15 +458,17 @@ class Job(Section):
     def _batch_divides(self) -> Self:
         tokens, seq_len, ranks = (
             self.batch.global_batch_tokens,
-            self.model.seq_len,
+            self.seq_len,
             self.batch.target_world_size,
         )
-        if tokens is not None and tokens % seq_len:
+        if tokens is not None and seq_len is not None and tokens % seq_len:
             raise ValueError(
                 f"batch.global_batch_tokens = {tokens} is no multiple of model.seq_len = {seq_len}; "
                 f"nearest: {tokens // seq_len * seq_len} or {(tokens // seq_len + 1) * seq_len}"
             )
-        if self.global_batch_size % ranks:
+        if self.trainer is not None:
+            check_ranks(self.trainer, ranks, self.cluster.world_size, self.global_batch_size)
+        elif self.global_batch_size % ranks:
             raise ValueError(
                 f"batch.global_batch_size = {self.global_batch_size} is no multiple of "
                 f"batch.target_world_size = {ranks}; nothing is rounded"
@@ -504,7 +477,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
-        per_rank = self.global_batch_size // self.batch.target_world_size
+        parted = model_parallel_ranks(self.trainer) if self.trainer is not None else [1]
+        # What divides the batches of all of them divides their greatest common divisor.
+        per_rank = math.gcd(*(self.global_batch_size * ranks // self.batch.target_world_size for ranks in parted))
         searched = self.space.micro_batch_size
         asked: dict[str, tuple[int, ...]] = {
             "baseline.micro_batch_size": (self.baseline.micro_batch_size,),

@@ -7,7 +7,8 @@ from pathlib import Path
 from autotune.cluster.runner import Runner
 from autotune.errors import InfrastructureError, NothingFitsError, UserError, nearest
 from autotune.estimate import Forecast, Stage
-from autotune.job import Baseline, Job
+from autotune.job import Job
+from autotune.job_space import Baseline
 from autotune.measuring import Listener, Measurer
 from autotune.rows import Attempt
 from autotune.stages import BY_HAND

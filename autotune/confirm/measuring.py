@@ -134,7 +134,7 @@ def _refuse_another_model(tuned: Tuned, here: TunedModel) -> None:
     raise OtherModelError(
         f"{tuned.run}: it was tuned for another model: {there.num_params:,} parameters and "
         f"{_flops(there.flops_per_token)} per token then, {here.num_params:,} and {_flops(here.flops_per_token)} now",
-        f"has {tuned.job.model.workload} changed since? tune it again: autotune run {tuned.run / 'job.yaml'}",
+        f"has {tuned.job.model.workload if tuned.job.model else 'the trained model'} changed since? tune it again: autotune run {tuned.run / 'job.yaml'}",
     )
 
 

@@ -115,7 +115,7 @@ def header(best: Best, title: str, checked: Mapping[str, str]) -> list[str]:
         f"For {best.world_size} ranks, {best.precision}, and {best.global_batch_size} sequences of "
         f"{best.seq_len} tokens per optimizer step over all ranks.",
         *best.evidence,
-        f"What each key does was checked with {versions}.",
+        *([f"What each key does was checked with {versions}."] if checked else []),
         *unchecked(checked),
     ]
 

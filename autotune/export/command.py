@@ -9,6 +9,8 @@ from typing import Any
 from autotune.best import read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import Best, Exported, export, exporter
+from autotune.trainer.exported import TARGET as COMMAND
+from autotune.trainer.exported import export_command
 
 INCOMPLETE = "--incomplete"
 
@@ -35,11 +37,11 @@ def export_run(run: Path, target: str, output: Path | None, incomplete: bool) ->
         UserError: no such trainer; a run that has not ended or has no winner; settings that the trainer cannot take; a
             file that cannot be written.
     """
-    trainer = exporter(target)  # before the run is read: a wrong name is seen at once
+    trainer = None if target == COMMAND else exporter(target)  # before the run is read: a wrong name is seen at once
     content = _winner(run, incomplete)
     best = to_exportable(content)
-    exported = export(target, best)
-    warnings = (*_of_the_run(content), *trainer.warnings)
+    exported = export_command(run, best) if trainer is None else export(target, best)
+    warnings = (*_of_the_run(content), *(trainer.warnings if trainer is not None else ()))
     return Written(best, exported, _write(exported, run, target, output), warnings)
 
 

@@ -74,6 +74,8 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
         # None is a knob of another engine, which `engine` says.
         if knobs.get(name) is not None and not _is_said(name, knobs) and knobs[name] != baseline.get(name)
     ]
+    usual = baseline.get("custom") or {}
+    changed += [f"{name} {value(own)}" for name, own in (knobs.get("custom") or {}).items() if own != usual.get(name)]
     return ", ".join(changed) or "as baseline"
 
 
