@@ -45,7 +45,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(DEV)  ## each compares in one run and prints its tables; an hour in all, or BENCHMARKS="composed verdict"
+benchmark: $(DEV)  ## each compares in one run and prints its tables; two hours in all, or BENCHMARKS="composed verdict"
 	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done
 
 $(RUN): pyproject.toml $(CONSTRAINTS)

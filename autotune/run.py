@@ -161,6 +161,12 @@ class Run:
             self.listener.message("  the baseline leaves less memory free than cluster.memory_headroom asks for")
         return attempt
 
+    @property
+    def _baseline_gave_way(self) -> bool:
+        """Whether it is the careful default that all is compared with: it fits, which is worth knowing in itself."""
+        told = self.search.known.get(self.space.baseline)
+        return told is not None and told.outcome in OUT_OF_MEMORY
+
     def _careful(self) -> Knobs:
         """What takes least memory: sharded, one sequence at a time, everything recomputed, nothing kept gathered."""
         base = self.space.baseline
@@ -220,7 +226,7 @@ class Run:
             if reason is not None:
                 return self._end_search(reason)
         self._record_rejected()
-        if not num_proposed:
+        if not num_proposed and not self._baseline_gave_way:
             raise nothing_else_fits(self.study, self.space)
         return self._end_search("every config worth a trial has been tried")
 

@@ -5,7 +5,6 @@ On CPU the Trainer does not shard, so accelerate is told that it may (`allow_cpu
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.fsdp import (
@@ -29,25 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests.clients.scripts.shim import allow_cpu
+
 SEQ_LEN = 16
-
-
-def allow_cpu() -> None:
-    make = AcceleratorState.__init__
-
-    @functools.wraps(make)
-    def with_fsdp(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        plugin = kwargs.get("fsdp_plugin")
-        if plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            if self._mixed_precision != "no":
-                plugin.set_mixed_precision(self._mixed_precision)
-            self.fsdp_plugin = plugin
-            PartialState._shared_state |= {"distributed_type": self.distributed_type, "device": torch.device("cpu")}
-            self.__dict__.update(PartialState._shared_state)
-
-    AcceleratorState.__init__ = with_fsdp
 
 
 def build() -> nn.Module:
