@@ -194,6 +194,7 @@ def test_what_a_rendered_file_cannot_carry_is_refused() -> None:
             "render": {"trainer_args": "transformers"},
         },
         model={"preset": "tiny", "seq_len": 256},
+        training={"precision": "bf16", "reduce_dtype": "bf16"},
         space={"activation_checkpointing": ["none", "every_2"]},
         baseline={"activation_checkpointing": "none"},
     )
