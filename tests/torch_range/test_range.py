@@ -1,0 +1,84 @@
+"""Ranks in another environment than the driver's: older Pythons and torches, in which nothing of ours is installed.
+
+`make test-torch-range` makes the environments and names their interpreters in RANGE_PYTHONS.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trials
+from autotune.cluster.agent import NodeAgent
+from autotune.cluster.interpreter import interpreter_of
+from autotune.job import Job
+from autotune.measuring import make_spec
+from tests.clients.agents import COMMAND, TORCHRUN, Here, client_job, order_of, run_trial
+from trials.outcome import Outcome
+
+PYTHONS = [path for path in os.environ.get("RANGE_PYTHONS", "").split(os.pathsep) if path]
+
+
+@pytest.fixture(params=PYTHONS, scope="module")
+def python(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def agent(python: str) -> Iterator[NodeAgent]:
+    agent = NodeAgent("cpu", "exec", interpreter=interpreter_of(range_job(python).cluster))
+    yield agent
+    agent.close()
+
+
+def range_job(python: str, command: list[str] | None = None, launcher: str = "rank", **cluster: object) -> Job:
+    section = {"command": command or COMMAND, "launcher": launcher}
+    return client_job(section, cluster={"ranks_per_node": 2, "device": "cpu", "python": python} | cluster)
+
+
+def test_there_is_something_to_test() -> None:
+    assert PYTHONS, "run this by `make test-torch-range`"
+
+
+def test_every_file_of_trials_is_read_by_that_python(python: str) -> None:
+    folder = Path(trials.__file__).parent
+    code = f"import pathlib\nfor path in pathlib.Path({str(folder)!r}).rglob('*.py'): compile(path.read_text(), path, 'exec')"
+    subprocess.run([python, "-c", code], check=True)
+
+
+def test_ours_is_not_installed_there(python: str) -> None:
+    done = subprocess.run([python, "-c", "import autotune"], check=False, capture_output=True, text=True)
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_the_survey_runs_there(python: str, agent: NodeAgent, tmp_path: Path) -> None:
+    spec = make_spec(range_job(python), Here(), None, "survey", -1)  # type: ignore[arg-type]
+    result = run_trial(spec, tmp_path, agent)
+    assert result.outcome is Outcome.OK, (tmp_path / "rank-0.log").read_text()
+    theirs = [python, "-c", "import torch; print(torch.__version__)"]
+    version = subprocess.run(theirs, check=True, capture_output=True, text=True).stdout.strip()
+    assert result.reports[0].torch_version == version
+
+
+@pytest.mark.parametrize("launcher", ["rank", "self"])
+def test_a_command_is_measured_and_read_back_there(
+    python: str, agent: NodeAgent, tmp_path: Path, launcher: str
+) -> None:
+    command = COMMAND if launcher == "rank" else [*TORCHRUN, *COMMAND[1:]]
+    result = run_trial(order_of(range_job(python, command, launcher)), tmp_path, agent)
+    assert result.outcome is Outcome.OK, result.reason
+    report = result.reports[1]
+    assert report.applied is not None
+    assert (report.applied["engine"], report.applied["micro_batch_size"]) == ("fsdp2", 2)
+    assert report.tokens_per_step == 128
+    assert report.num_steps == 6
+
+
+def test_running_out_of_memory_is_told_there(python: str, agent: NodeAgent, tmp_path: Path) -> None:
+    job = range_job(python, memory_limit_gib=0.02)
+    result = run_trial(order_of(job), tmp_path, agent)
+    assert result.outcome is Outcome.OOM_DEVICE, result.reason
