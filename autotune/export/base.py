@@ -34,7 +34,8 @@ class Best:
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        return self.knobs.micro_batch_size * self.knobs.grad_accum_steps * self.world_size
+        steps = self.knobs.micro_batch_size * self.knobs.grad_accum_steps
+        return steps * self.world_size // self.knobs.model_parallel_ranks
 
 
 @dataclass(frozen=True)
