@@ -155,7 +155,7 @@ def test_ranks_that_share_a_model_are_one_data_parallel_rank(tmp_path: Path) -> 
     assert accumulation == {("2", 4), ("1", 2)}
     best = to_exportable(read_best(tmp_path / "run"))
     assert best.global_batch_size == 16
-    with pytest.raises(UserError, match="divides over: 2, 4, 8$"):
+    with pytest.raises(UserError, match=r"divides over: 2, 4, 8$"):
         read_tuned(tmp_path / "run", 3, (), None)
 
 
