@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import TRAINER, UNTOUCHED, WHOLE, Knobs
+from trials.record import TRAINER, WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -228,7 +228,10 @@ def _whole(settings: dict[str, Any]) -> dict[str, Any]:
 def left_to_the_trainer(best: dict[str, Any]) -> list[str]:
     """Knobs that the user's own command was not handed: nothing was measured of them."""
     settings = best["settings"]
-    return [] if settings["custom"] is None else [name for name in UNTOUCHED if settings[name] is None]
+    if settings["custom"] is None:
+        return []
+    filled_in = Knobs.from_dict(settings).to_dict()
+    return [name for name, value in filled_in.items() if value is not None and settings[name] is None]
 
 
 class _Part(BaseModel):

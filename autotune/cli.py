@@ -380,7 +380,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
     written = export_run(run_folder, target, output, incomplete)
     for path in written.paths:
         click.echo(f"wrote {path}")
-    print_exported(Console(highlight=False), written.best, written.exported)
+    print_exported(Console(highlight=False), written.best, written.exported, written.left)
     for warning in written.warnings:
         click.echo(printable(warning), err=True)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.best import read_best, to_exportable
+from autotune.best import left_to_the_trainer, read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import Best, Exported, export, exporter
 from autotune.trainer.exported import TARGET as COMMAND
@@ -22,6 +22,8 @@ class Written:
     best: Best
     exported: Exported
     paths: list[Path]
+    left: list[str]
+    """Knobs that the user's own trainer decides."""
     warnings: tuple[str, ...]
     """What to know before relying on it."""
 
@@ -42,7 +44,7 @@ def export_run(run: Path, target: str, output: Path | None, incomplete: bool) ->
     best = to_exportable(content)
     exported = export_command(run, best) if trainer is None else export(target, best)
     warnings = (*_of_the_run(content), *(trainer.warnings if trainer is not None else ()))
-    return Written(best, exported, _write(exported, run, target, output), warnings)
+    return Written(best, exported, _write(exported, run, target, output), left_to_the_trainer(content), warnings)
 
 
 def _winner(run: Path, incomplete: bool) -> dict[str, Any]:

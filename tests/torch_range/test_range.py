@@ -18,6 +18,7 @@ from autotune.cluster.interpreter import interpreter_of
 from autotune.job import Job
 from autotune.measuring import make_spec
 from tests.clients.agents import COMMAND, TORCHRUN, Here, client_job, order_of, run_trial
+from tests.clients.test_command import SCRIPT
 from trials.outcome import Outcome
 
 PYTHONS = [path for path in os.environ.get("RANGE_PYTHONS", "").split(os.pathsep) if path]
@@ -50,8 +51,8 @@ def test_every_file_of_trials_is_read_by_that_python(python: str) -> None:
     subprocess.run([python, "-c", code, *paths], check=True)
 
 
-def test_ours_is_not_installed_there(python: str) -> None:
-    done = subprocess.run([python, "-c", "import autotune"], check=False, capture_output=True, text=True)
+def test_ours_is_not_installed_there(python: str, tmp_path: Path) -> None:
+    done = subprocess.run([python, "-c", "import autotune"], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert "ModuleNotFoundError" in done.stderr
 
 
@@ -79,6 +80,9 @@ def test_a_command_is_measured_and_read_back_there(
 
 
 def test_running_out_of_memory_is_told_there(python: str, agent: NodeAgent, tmp_path: Path) -> None:
-    job = range_job(python, memory_limit_gib=0.02)
+    (tmp_path / "train.py").write_text(
+        SCRIPT + "kept = []\nwhile True:\n    step()\n    kept.append(torch.zeros(2**24))\n"
+    )
+    job = range_job(python, ["python", "{probe}", str(tmp_path / "train.py")], memory_limit_gib=0.25)
     result = run_trial(order_of(job), tmp_path, agent)
     assert result.outcome is Outcome.OOM_DEVICE, result.reason
