@@ -167,7 +167,7 @@ def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
     """Replaces best.yaml at once, so that a reader never sees half of it."""
-    warning = SIMULATED_HEADER if content["fingerprint"]["simulated"] else ""
+    warning = SIMULATED_HEADER if content["fingerprint"].get("simulated") else ""
     write_whole(path, HEADER + warning + yaml.safe_dump(content, sort_keys=False))
 
 

@@ -370,14 +370,15 @@ class ExporterOption(click.Option):
     help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
 @click.option("--incomplete", is_flag=True, help="Take the best config so far of a run that has not ended.")
-def export(run_folder: Path, target: str, output: Path | None, incomplete: bool) -> None:
+@click.option("--confirmed", is_flag=True, help="Take what `autotune confirm` found to hold, on its number of ranks.")
+def export(run_folder: Path, target: str, output: Path | None, incomplete: bool, confirmed: bool) -> None:
     """Write the best config in a trainer's own format."""
     from rich.console import Console
 
     from autotune.export.command import export_run
     from autotune.report.export import print_exported
 
-    written = export_run(run_folder, target, output, incomplete)
+    written = export_run(run_folder, target, output, incomplete, confirmed)
     for path in written.paths:
         click.echo(f"wrote {path}")
     print_exported(Console(highlight=False), written.best, written.exported, written.left)
