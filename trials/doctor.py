@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trials import machine
+from trials.collectives import all_gather_single
 from trials.facts import GIB, MIB, Gpu, TorchFacts
 from trials.machine import cpu_name
 from trials.survey import device_facts
@@ -93,7 +94,7 @@ def all_gather(unit_mib: float, device: str, slowest: Callable[[float], float]) 
     for _ in range(NUM_GATHERS + 2):
         slowest(0.0)  # all ranks begin at once
         started = time.perf_counter()
-        dist.all_gather_single(whole, part)
+        all_gather_single(whole, part)
         _synchronize(device)
         times_s.append(slowest(time.perf_counter() - started))
     received = whole.nbytes * (world_size - 1) / world_size
