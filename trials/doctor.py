@@ -41,7 +41,7 @@ def torch_facts() -> TorchFacts:
             problem = str(error).splitlines()[0]
     build = f"cuda {torch.version.cuda}" if torch.version.cuda else f"hip {torch.version.hip or ''}"
     on_gpu = device_facts("cuda") if gpus else {"driver_version": "", "nccl_version": ""}
-    capabilities = torch.cpu.get_capabilities()
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not every torch has it
     return TorchFacts(
         version=torch.__version__,
         gpu_build=build if torch.version.cuda or torch.version.hip else "",

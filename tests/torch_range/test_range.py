@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import trials
+from autotune.cli import cli
 from autotune.cluster.agent import NodeAgent
 from autotune.cluster.interpreter import interpreter_of
 from autotune.job import Job
@@ -97,3 +99,11 @@ def test_a_built_in_model_is_measured_there(python: str, agent: NodeAgent, tmp_p
     result = run_trial(make_spec(job, Here(), knobs, "baseline", 0), tmp_path, agent)  # type: ignore[arg-type]
     assert result.outcome is Outcome.OK, result.reason
     assert result.reports[0].num_steps >= 2
+
+
+def test_doctor_runs_that_python_and_prints_its_versions(python: str, tmp_path: Path) -> None:
+    job = range_job(python)
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path / "job.yaml")], env={"COLUMNS": "1000"})
+    assert done.exit_code == 0, done.output
+    assert f"{python}: " in done.output
