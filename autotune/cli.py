@@ -15,6 +15,7 @@ import click
 from autotune import __version__
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.scaling.command import scale
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
 from autotune.waterfall.command import waterfall
@@ -407,6 +408,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
 cli.add_command(confirm)
 cli.add_command(verify)
 cli.add_command(waterfall)
+cli.add_command(scale)
 
 
 def _refuse_foreign_packages() -> None:
