@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from autotune.history import History
+from autotune.waterfall.steps import waterfall
 from tests.cluster.conftest import rank_processes, write_job
 from tests.cluster.test_run import autotune
 
@@ -53,24 +54,25 @@ def _name_a_best(run: Path) -> None:
 
 def test_the_gain_of_a_run_is_taken_apart_on_real_ranks(folder: Path) -> None:
     ranks = rank_processes()
-    done = autotune("waterfall", "run", "--repeats", "2", "--json", cwd=folder)
+    done = autotune("waterfall", "run", "--repeats", "2", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads(done.stdout)
-    bars = [*made["steps"], *([made["not_measurable"]] if made["not_measurable"] else [])]
-    for unit in ("tokens_per_s_per_rank", "tflops_per_s_per_rank", "mfu"):
-        end = made["baseline"][unit]["value"] + sum(bar["worth"][unit]["value"] for bar in bars)
-        assert end == pytest.approx(made["winner"][unit]["value"], rel=1e-9)
-    changes = {"micro_batch_size+grad_accum_steps", "activation_checkpointing"}
-    assert {change for bar in bars for change in bar["changes"]} == changes
     rows = rows_of(folder / "run", "waterfall")
     assert len(rows) == 8
     assert {(row["outcome"], row["world_size"], row["round"]) for row in rows} == {("ok", 2, 0), ("ok", 2, 2)}
     assert all(row["applied"] == row["knobs"] for row in rows)
+    best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
+    made = waterfall(rows, best["baseline"]["settings"], best["settings"])
+    assert made is not None
+    bars = [*made.steps, *([made.not_measurable] if made.not_measurable else [])]
+    for unit in ("tokens_per_s_per_rank", "tflops_per_s_per_rank", "mfu"):
+        end = getattr(made.baseline, unit).value + sum(getattr(bar.worth, unit).value for bar in bars)
+        assert end == pytest.approx(getattr(made.winner, unit).value, rel=1e-9)
+    changes = {"micro_batch_size+grad_accum_steps", "activation_checkpointing"}
+    assert {change for bar in bars for change in bar.changes} == changes
+    shown = f"{made.winner.tokens_per_s_per_rank.value:,.0f}"
+    for part in ("8 trials", "Waterfall", "TFLOP/s", "MFU (cpu probe)", "interactions", "2 interleaved", shown):
+        assert part in done.stdout
     assert rank_processes() <= ranks
-    again = autotune("waterfall", "run", "--repeats", "2", cwd=folder)
-    assert len(rows_of(folder / "run", "waterfall")) == 8, "nothing is measured twice"
-    for part in ("Waterfall", "TFLOP/s per rank", "MFU (cpu probe)", "interactions", "2 interleaved rounds"):
-        assert part in again.stdout
 
 
 def test_a_run_is_scaled_on_one_and_two_real_ranks(folder: Path) -> None:
