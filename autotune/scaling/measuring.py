@@ -135,9 +135,9 @@ class Scale:
     def _trial_s(self, one: Target, role: str, runner: Any) -> float | None:
         """Seconds of a trial: by the rate that its config had in the run, else as it is predicted."""
         knobs, model = one.contenders[role], self.content["model"]
-        rate = self.rates.get(role)
-        if rate is not None:
-            step_s = knobs.micro_batch_size * knobs.grad_accum_steps * one.job.model.seq_len / rate
+        rate, seq_len = self.rates.get(role), one.job.seq_len
+        if rate is not None and seq_len is not None:
+            step_s = knobs.micro_batch_size * knobs.grad_accum_steps * seq_len / rate
         else:
             survey = self._survey_of_any(runner)
             predictor = closed_form(
@@ -148,7 +148,7 @@ class Scale:
                 return None
             step_s = found.step_s / survey.cpu_share
         gang = Gang(runner.device, one.world_size, 1)
-        return trial_s(one.job.measure, SCALE, Guess(knobs, step_s), gang, model["num_params"])
+        return trial_s(one.job.measure, SCALE, Guess(knobs, step_s), gang, model.get("num_params") or 0)
 
     def _survey_of_any(self, runner: Any) -> Survey:
         one = next(one for one in self.targets if one.world_size == runner.world_size)

@@ -15,6 +15,7 @@ from typing import Any
 from autotune.interleaved import Figure, Interleaved
 from autotune.stages import SCALE
 from trials.outcome import NOT_OF_THE_CONFIG, Outcome
+from trials.record import Knobs
 
 STRONG, WEAK = "strong", "weak"
 MODES = (STRONG, WEAK)
@@ -107,10 +108,13 @@ def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world
     known = [row for row in of_the_config if Outcome(row["outcome"]) not in NOT_OF_THE_CONFIG]
     if not known:
         return None
-    per_rank = global_batch_size // target_world_size
     by_mode = {
-        STRONG: [row for row in known if batch_of(row) == global_batch_size],
-        WEAK: [row for row in known if batch_of(row) == per_rank * row["world_size"]],
+        mode: [
+            row
+            for row in known
+            if batch_of(row) == batch_on(global_batch_size, target_world_size, row["world_size"], mode)
+        ]
+        for mode in MODES
     }
     points = [point for mode, found in by_mode.items() for point in _points(mode, found)]
     points = [point for point in points if _is_of_a_curve(point, points)]
@@ -130,8 +134,21 @@ def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world
 
 def batch_of(row: dict[str, Any]) -> int:
     """Sequences per optimizer step of a row, over its ranks."""
-    knobs = row["knobs"]
-    return int(knobs["micro_batch_size"] * knobs["grad_accum_steps"] * row["world_size"])
+    knobs = Knobs.from_dict(row["knobs"])
+    return int(knobs.micro_batch_size * knobs.grad_accum_steps * row["world_size"] // knobs.model_parallel_ranks)
+
+
+def batch_on(global_batch_size: int, target_world_size: int, world_size: int, mode: str) -> int:
+    """Sequences per optimizer step that a mode asks for on so many ranks; 0 where weak scaling's share is no whole
+    number.
+
+    Args:
+        global_batch_size: of the job, whose real run has `target_world_size` ranks.
+    """
+    if mode == STRONG:
+        return global_batch_size
+    batch, rest = divmod(global_batch_size * world_size, target_world_size)
+    return 0 if rest else batch
 
 
 def _is_of_a_curve(point: Point, points: Sequence[Point]) -> bool:

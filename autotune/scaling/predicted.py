@@ -35,7 +35,7 @@ def scaling_of(folder: Path, job: Job, rows: Sequence[dict[str, Any]]) -> Scalin
     if found is None:
         return None
     content = yaml.safe_load((folder / STUDY_FILE).read_text(encoding="utf-8"))
-    shape = of_surveyed(job.model, content["model"], job.training.precision)
+    shape = of_surveyed(job.model, content["model"], job.training.precision) if job.model is not None else None
     on_a_gpu = content["model"].get("device_memory_gib") is not None
     return extrapolated(
         found, job, shape, "cuda" if on_a_gpu else "cpu", content["device_name"], content["peak"]["tflops_per_s"]
@@ -90,22 +90,25 @@ def extrapolated(
             if point.step_time_s is not None and ahead_s and (here_s := predicted_s(point))
         ]
         if steps_s:
-            added.append(_filled(ahead, points, steps_s, job.model.seq_len))
+            added.append(_filled(ahead, points, steps_s))
     return dataclasses.replace(found, points=(*found.points, *added), prediction_problem="" if added else problem)
 
 
-def _filled(ahead: Point, points: Sequence[Point], steps_s: Sequence[float], seq_len: int) -> Point:
+def _filled(ahead: Point, points: Sequence[Point], steps_s: Sequence[float]) -> Point:
     """`points` and what each leads to, by number of ranks."""
-    knobs = ahead.settings
-    tokens = knobs["micro_batch_size"] * knobs["grad_accum_steps"] * seq_len
-    step = Figure(steps_s[-1], min(steps_s), max(steps_s))
-    rate = Figure(tokens / steps_s[-1], tokens / max(steps_s), tokens / min(steps_s))
     first, last = points[0].tokens_per_s_per_rank, points[-1]
-    assert first is not None and last.tokens_per_s_per_rank is not None
+    assert first is not None and last.tokens_per_s_per_rank is not None and last.step_time_s is not None
+    tokens = last.tokens_per_s_per_rank.value * last.step_time_s.value * _sequences(ahead) / _sequences(last)
+    rate = Figure(tokens / steps_s[-1], tokens / max(steps_s), tokens / min(steps_s))
     return dataclasses.replace(
         ahead,
-        step_time_s=step,
+        step_time_s=Figure(steps_s[-1], min(steps_s), max(steps_s)),
         tokens_per_s_per_rank=rate,
         efficiency=rate.times(1 / first.value),
         mfu=None if last.mfu is None else rate.times(last.mfu.value / last.tokens_per_s_per_rank.value),
     )
+
+
+def _sequences(point: Point) -> int:
+    """Of a rank in one optimizer step."""
+    return int(point.settings["micro_batch_size"] * point.settings["grad_accum_steps"])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.confirm.tuned import nodes_for
+from autotune.confirm.tuned import accumulation, nodes_for
 from autotune.errors import UserError
 from autotune.job import Job
-from autotune.scaling.points import STRONG
+from autotune.scaling.points import batch_on
 from trials.outcome import Outcome
 from trials.record import Knobs
 
@@ -78,21 +78,20 @@ def target(job: Job, contenders: dict[str, Knobs], world_size: int, mode: str) -
     Raises:
         UserError: the ranks do not fill whole nodes.
     """
-    share = job.global_batch_size // job.batch.target_world_size
-    batch = job.global_batch_size if mode == STRONG else share * world_size
-    per_rank, rest = divmod(batch, world_size)
+    batch = batch_on(job.global_batch_size, job.batch.target_world_size, world_size, mode)
     able: dict[str, Knobs] = {}
     problems: dict[str, str] = {}
     for role, knobs in contenders.items():
         micro, degree = knobs.micro_batch_size, knobs.replicate_degree or 1
-        if rest or per_rank % micro:
+        steps = accumulation(knobs, batch, world_size)
+        if not steps:
             problems[role] = f"a global batch of {batch} in micro-batches of {micro} does not divide over {world_size}"
         elif degree > 1 and (world_size % degree or degree >= world_size):
             problems[role] = f"replicate_degree = {degree} does not divide {world_size} ranks"
         elif (group := knobs.reshard_group_size or 0) and (world_size // degree) % group:
             problems[role] = f"reshard_group_size = {group} does not divide {world_size // degree} ranks"
         else:
-            able[role] = replace(knobs, grad_accum_steps=per_rank // micro)
+            able[role] = replace(knobs, grad_accum_steps=steps)
     nodes, per_node = nodes_for(job, world_size)
     cluster = job.cluster.model_copy(
         update={"nodes_per_trial": nodes, "ranks_per_node": per_node, "parallel_trials": 1}
