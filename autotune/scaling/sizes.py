@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import UserError
 from autotune.job import Job
 
 Opener = Callable[[Job], AbstractContextManager[Any]]
@@ -27,20 +28,38 @@ def real_sizes(largest: Job, ray_log: Path) -> Iterator[Opener]:
     from autotune.cluster.runner import SlotRunner, device_of, refuse_a_crowd
     from autotune.cluster.slots import ray_session
 
-    with ray_session(largest.cluster.address, largest.cluster.ranks_per_node, ray_log):
+    cluster = largest.cluster
+    if cluster.device == "cpu" and cluster.address == "local":  # known before Ray is started
+        with _too_many(largest):
+            refuse_a_crowd(cluster.ranks_per_node)
+    with ray_session(cluster.address, cluster.ranks_per_node, ray_log):
         device = device_of(largest)
-        if device == "cpu" and largest.cluster.address == "local":
-            refuse_a_crowd(largest.cluster.ranks_per_node)
+        with _too_many(largest):
+            if device == "cpu" and cluster.address == "local":
+                refuse_a_crowd(cluster.ranks_per_node)
 
         @contextmanager
         def opened(job: Job) -> Iterator[SlotRunner]:
-            runner = SlotRunner(job, device)
+            with _too_many(job):
+                runner = SlotRunner(job, device)
             try:
                 yield runner
             finally:
                 runner.close()
 
         yield opened
+
+
+@contextmanager
+def _too_many(job: Job) -> Iterator[None]:
+    """What the cluster has less of than the job asks for, said in words of --ranks."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"--ranks {job.cluster.world_size}: {error.message}",
+            'give fewer by --ranks; more than there are only on a modelled cluster: --simulate "nodes=8 gpus=8 ..."',
+        ) from error
 
 
 @contextmanager

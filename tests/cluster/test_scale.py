@@ -109,7 +109,7 @@ def test_a_run_is_scaled_on_one_and_two_real_ranks(folder: Path) -> None:
     [
         (["scale", "nowhere", "--ranks", "1,2"], "nowhere"),
         (["scale", "run", "--ranks", "3", "--mode", "strong"], "does not divide over 3"),
-        (["scale", "run", "--ranks", "1,8"], "lower cluster.ranks_per_node"),
+        (["scale", "run", "--ranks", "1,8"], "more than there are only on a modelled cluster: --simulate"),
         (["scale", "run", "--ranks", "one"], "numbers of ranks with commas"),
         (["scale", "run", "--ranks", "1", "--set", "model.seq_len=8"], "something else than what was tuned"),
         (["waterfall", "nowhere"], "no such folder"),
