@@ -73,8 +73,16 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm
-        ("round", pa.int32()),  # number of the interleaved round, in confirm too; null outside of rounds
+        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm; waterfall; scale
+        (
+            "round",
+            pa.int32(),
+        ),  # number of the interleaved round, in confirm, waterfall, scale too; null outside of rounds
+        (
+            "changes",
+            pa.list_(pa.string()),
+        ),  # of a waterfall: what this config takes from the winner, in order; else null
+        ("role", pa.string()),  # of a scaling: the config's, as best or baseline; else null
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),
         ("ended_at", _TIME),

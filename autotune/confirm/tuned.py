@@ -35,7 +35,9 @@ class TunedModel(_Part):
     flops_per_token: float | None
 
 
-class _Study(_Part):
+class StudyFacts(_Part):
+    """Of study.yaml, what tells whether another measurement goes with it."""
+
     study_id: str
     world_size: int
     simulated: str = ""
@@ -77,14 +79,14 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         UserError: no run there that has ended; one that was simulated, or not, as it is now; a number of ranks that
             does not divide the batch, or that whole nodes do not make; an override of what was tuned.
     """
-    content, study = read_best(run), _read_study(run)
+    content, study = read_best(run), read_study(run)
     if not content["complete"]:
         raise UserError(
             f"{run}: its run has not ended, so nothing was chosen that could be confirmed",
             f"let it end first: autotune run {run / 'job.yaml'} --resume",
         )
     _refuse_another_world(run, study.simulated, simulate)
-    _refuse_other_keys(overrides)
+    refuse_other_keys(overrides)
     as_tuned = load_job(str(run / "job.yaml"), overrides)
     ranks = num_ranks or as_tuned.batch.target_world_size
     settings = {BEST: content["settings"], BASELINE: content["baseline"]["settings"]}
@@ -92,7 +94,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         settings[FALLBACK] = content["fallback"]["settings"]
     found = {role: Knobs.from_dict(settings[role]) for role in (BEST, FALLBACK, BASELINE) if role in settings}
     contenders = _on_ranks(found, as_tuned.global_batch_size, ranks)
-    nodes, per_node = _nodes(as_tuned, ranks)
+    nodes, per_node = nodes_for(as_tuned, ranks)
     job = load_job(
         str(run / "job.yaml"),
         (
@@ -117,10 +119,15 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
     )
 
 
-def _read_study(run: Path) -> _Study:
+def read_study(run: Path) -> StudyFacts:
+    """Of the run in `run`.
+
+    Raises:
+        UserError: it has no study.yaml of ours.
+    """
     path = run / STUDY_FILE
     try:
-        return _Study.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return StudyFacts.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (*UNPARSABLE, ValidationError, OSError) as error:
         raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "is it the folder of a run?") from error
 
@@ -137,12 +144,17 @@ def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> No
         )
 
 
-def _refuse_other_keys(overrides: tuple[str, ...]) -> None:
+def refuse_other_keys(overrides: tuple[str, ...]) -> None:
+    """Refuses overrides of what was tuned.
+
+    Raises:
+        UserError: a key that is none of MAY_CHANGE.
+    """
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
             raise UserError(
-                f"--set {override}: that would confirm something else than what was tuned",
+                f"--set {override}: that would measure something else than what was tuned",
                 f"what can be changed here: {', '.join(MAY_CHANGE)}; the number of ranks by --ranks",
             )
 
@@ -157,7 +169,7 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
     able = [
         n * parted
         for n in divisors(global_batch_size)
-        if all(_accumulation(knobs, global_batch_size, n * parted) for knobs in needed)
+        if all(accumulation(knobs, global_batch_size, n * parted) for knobs in needed)
     ]
     if ranks not in able:
         raise UserError(
@@ -169,21 +181,21 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
     on_ranks = {
         role: replace(knobs, grad_accum_steps=steps)
         for role, knobs in found.items()
-        if (steps := _accumulation(knobs, global_batch_size, ranks))
+        if (steps := accumulation(knobs, global_batch_size, ranks))
     }
     if on_ranks[BEST] == on_ranks[BASELINE]:
         del on_ranks[BEST]
     return on_ranks
 
 
-def _accumulation(knobs: Knobs, global_batch_size: int, ranks: int) -> int:
+def accumulation(knobs: Knobs, global_batch_size: int, ranks: int) -> int:
     """Micro-steps that make exactly the global batch on so many ranks; 0: none do."""
     sequences = global_batch_size * knobs.model_parallel_ranks
     steps, left = divmod(sequences, ranks * knobs.micro_batch_size)
     return 0 if left else steps
 
 
-def _nodes(job: Job, ranks: int) -> tuple[int, int]:
+def nodes_for(job: Job, ranks: int) -> tuple[int, int]:
     """Nodes, and ranks on each. One machine is one node; of a cluster, nodes are filled as they were in tuning."""
     per_node = job.cluster.ranks_per_node
     if job.cluster.address == "local" or ranks < per_node:
