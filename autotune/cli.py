@@ -15,6 +15,7 @@ import click
 from autotune import __version__
 from autotune.commands.compare import compare
 from autotune.commands.cost import cost
+from autotune.commands.views import journal, tensorboard
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
@@ -405,6 +406,8 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
 cli.add_command(compare)
 cli.add_command(confirm)
 cli.add_command(cost)
+cli.add_command(journal)
+cli.add_command(tensorboard)
 cli.add_command(verify)
 cli.add_command(watch)
 

@@ -16,9 +16,9 @@ from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.folder import lock_path
 from autotune.history import History
-from autotune.job_file import load_job
 from autotune.measuring import Listener
-from autotune.rows import Attempt, Limits, attempt_from_row
+from autotune.recorded import headroom_of, limits_of
+from autotune.rows import Attempt, attempt_from_row
 from autotune.stages import BASELINE, SIDE_BY_SIDE
 from trials.record import TrialSpec
 
@@ -67,16 +67,15 @@ class Follower:
         for line in skipped:
             self._viewer.message(f"  skipped {line}")
         if rows:
-            headroom = load_job(str(self.run / "job.yaml")).cluster.memory_headroom
+            headroom = headroom_of(self.run)
             for row in rows:
                 self._show(row, headroom)
         for spec in self._orders():
             self._viewer.trial_started(spec, None)
 
     def _show(self, row: dict[str, Any], headroom: float) -> None:
-        is_gpu = row["driver_version"] or row["nccl_version"]
         try:
-            attempt = attempt_from_row(row, Limits("cuda" if is_gpu else "cpu", row["limit_gib"], headroom))
+            attempt = attempt_from_row(row, limits_of(row, headroom))
         except (ValueError, TypeError) as error:
             self._viewer.message(f"  skipped trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
             return

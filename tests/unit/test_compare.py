@@ -71,13 +71,17 @@ def test_a_run_beside_itself_shows_no_difference(simulated_run: Path) -> None:
 def test_what_differs_is_named(simulated_run: Path, tmp_path: Path) -> None:
     other = changed(simulated_run, tmp_path / "b", torch_version="2.14.0", world_size=128)
     job = (other / "job.yaml").read_text()
-    (other / "job.yaml").write_text(job.replace("min_steps: ", "min_steps: 1").replace("seq_len: ", "seq_len: 1"))
+    (other / "job.yaml").write_text(
+        job.replace("min_steps: ", "min_steps: 1")
+        .replace("seed: 0", "seed: 3")
+        .replace("precision: bf16", "precision: fp32")
+    )
     found = compare_runs(load_side(simulated_run), load_side(other))
     assert found.environment["torch_version"][1] == "2.14.0"
     assert found.environment["world_size"] == (64, 128)
-    assert sorted(found.job) == ["measure.min_steps", "model.seq_len"]
+    assert sorted(found.job) == ["measure.min_steps", "seed", "training.precision"]
     warnings = " ".join(found.warnings())
-    assert "different work: model.seq_len" in warnings
+    assert "different work: training.precision" in warnings
     assert "per rank" in warnings
 
 
