@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -269,10 +268,11 @@ def _at_work(
 
     from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
+    from autotune.runners import runner_of
 
     out = Path(loaded.output).absolute()
     shown = _shown(out)
-    open_runner, label = _runner(loaded, out, simulate)
+    open_runner, label = runner_of(loaded, out, simulate)
     screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
@@ -298,24 +298,6 @@ def _at_work(
                 "what was measured before is kept"
                 + (f"; once it can be written: autotune run {shown}/job.yaml --resume" if goes_on else ""),
             ) from error
-
-
-def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], Any], str]:
-    """What opens the runner, and the modelled cluster's name; empty for a real one.
-
-    Raises:
-        UserError: `simulate` describes no cluster, or none that the job can run on.
-    """
-    if simulate is None:
-        from autotune.cluster.runner import open_runner
-
-        return lambda: open_runner(loaded, out / "logs" / "ray.log"), ""
-    from autotune.simulate.cluster import parse_cluster
-    from autotune.simulate.runner import SimulatedRunner, last_end_s, make_world
-
-    cluster = parse_cluster(simulate)
-    world = make_world(loaded, cluster)
-    return lambda: nullcontext(SimulatedRunner(world, last_end_s(out / "history"))), str(cluster)
 
 
 @cli.command()

@@ -161,7 +161,7 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
         InfrastructureError: Ray or an agent does not start.
     """
     with ray_session(job.cluster.address, job.cluster.ranks_per_node, ray_log):
-        device = _device(job)
+        device = device_of(job)
         if device == "cpu" and job.cluster.address == "local":
             _refuse_a_crowd(job.cluster.ranks_per_node)
         runner = SlotRunner(job, device)
@@ -181,7 +181,7 @@ def _refuse_a_crowd(ranks: int) -> None:
         )
 
 
-def _device(job: Job) -> str:
+def device_of(job: Job) -> str:
     if job.cluster.device != "auto":
         return job.cluster.device
     import ray
