@@ -29,23 +29,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from optuna.distributions import IntDistribution
+from optuna.trial import FixedTrial
+
 from autotune.clock import Clock
 from autotune.cluster.gang import GangResult, run_gang
 from autotune.cluster.nodes import demand_of
 from autotune.cluster.runner import device_of
 from autotune.cluster.slots import make_slot
+from autotune.errors import UserError
 from autotune.job import Job
 from autotune.measuring import make_spec
 from autotune.rows import attempt_from_row, history_row
+from autotune.space import SearchSpace
 from autotune.stages import SIDE_BY_SIDE
 from autotune.survey import Survey, ask_ranks, survey_from_content
 from trials.outcome import Outcome
-from trials.record import TrialSpec
+from trials.record import Knobs, TrialSpec
 
 METRIC = "tokens_per_s_per_rank"
 """What is reported and maximised; 0 of a config that does not fit or failed."""
 NODES_WAIT_S = 24 * 3600.0
 """For a gang's nodes: other trials of Tune have them meanwhile."""
+OF_THE_CALLER = {"memory": 2**20}
+"""What a trial of Tune reserves, in bytes: the gang has a placement group of its own, for which a CPU that Tune held
+might be missing, and nothing at all is refused by Tune."""
 
 
 @dataclass
@@ -98,8 +106,8 @@ def param_space(job: Job) -> dict[str, Any]:
 def trainable(job: Job) -> Callable[[dict[str, Any]], None]:
     """A function for `tune.Tuner`, which measures the config it is given and reports once.
 
-    Reported: `tokens_per_s_per_rank`, `mfu` (a fraction) and `memory_gib` (worst rank, as the limit judges it; NaN where
-    not known), `memory_over_limit` (above 0: does not fit), `fits`, `outcome`, `reason`, `step_time_s`.
+    Reported: `tokens_per_s_per_rank`, `mfu` (a fraction) and `memory_gib` (worst rank, as the limit judges it), both
+    NaN where not known, `memory_over_limit` (above 0: does not fit), `fits`, `outcome`, `reason`, `step_time_s`.
 
     Raises:
         UserError, InfrastructureError: as `param_space`.
@@ -112,8 +120,7 @@ def trainable(job: Job) -> Callable[[dict[str, Any]], None]:
     def measure(config: dict[str, Any]) -> None:
         tune.report(_measured(job, content, device, config, Path(tune.get_context().get_trial_dir())))
 
-    # The gang has a placement group of its own. Were its CPUs Tune's, none would be left for it.
-    limited: Callable[[dict[str, Any]], None] = tune.with_resources(measure, {"CPU": 0})
+    limited: Callable[[dict[str, Any]], None] = tune.with_resources(measure, OF_THE_CALLER)
     return limited
 
 
@@ -122,7 +129,7 @@ def _measured(job: Job, content: dict[str, Any], device: str, config: dict[str, 
 
     runner = _OneGang(job, device, time)
     survey = survey_from_content(job, runner, content)
-    spec = make_spec(job, runner, survey.space.choose(config), SIDE_BY_SIDE, trial=0)
+    spec = make_spec(job, runner, knobs_of(survey.space, config), SIDE_BY_SIDE, trial=0)
     folder.mkdir(parents=True, exist_ok=True)
     result = runner.run(spec, folder, job.measure.trial_timeout_s)
     row = history_row(spec, result, survey.study, str(folder))
@@ -138,6 +145,21 @@ def _measured(job: Job, content: dict[str, Any], device: str, config: dict[str, 
         "reason": attempt.reason,
         "step_time_s": _number(row.get("step_time_s")) if attempt.outcome is Outcome.OK else math.nan,
     }
+
+
+def knobs_of(space: SearchSpace, config: dict[str, Any]) -> Knobs:
+    """The config of one candidate of each searched knob.
+
+    Raises:
+        UserError: a knob is missing, or its value is no candidate.
+    """
+    params: dict[str, Any] = {}
+    for name, distribution in space.all_distributions.items():
+        known, value = space.candidates[name], config.get(name)
+        if value not in known:
+            raise UserError(f"{name} = {value!r}: no candidate of this job's space", f"one of {list(known)}")
+        params[name] = known.index(value) if isinstance(distribution, IntDistribution) else value
+    return space.suggest_flat(FixedTrial(params))
 
 
 def _number(value: float | None) -> float:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 from ray import tune
 from ray.tune.search.optuna import OptunaSearch
 
 from autotune.cluster.runner import SlotRunner
-from autotune.errors import UserError
 from autotune.integrations.ray_tune import METRIC, param_space, trainable
 from autotune.job_file import load_job
 from tests.cluster.conftest import CONFIG, rank_processes, write_job
@@ -63,13 +61,3 @@ def test_a_config_that_fails_is_a_result_and_no_error(runner: SlotRunner, texts:
     assert result.metrics["memory_over_limit"] > 0
     assert math.isnan(result.metrics["mfu"])
     assert result.metrics["reason"]
-
-
-def test_a_value_that_is_no_candidate_is_named(runner: SlotRunner, tmp_path: Path) -> None:
-    from autotune.integrations.ray_tune import _survey
-
-    space = _survey(load_job(str(write_job(tmp_path, space={"micro_batch_size": [1, 2]})))).space
-    with pytest.raises(UserError, match="micro_batch_size = 3: no candidate"):
-        space.choose({"micro_batch_size": 3})
-    with pytest.raises(UserError, match="micro_batch_size = None: no candidate"):
-        space.choose({})
