@@ -77,7 +77,8 @@ class Run:
         Raises:
             ImportError: pandas is not installed.
         """
-        return self.history().to_pandas()
+        frame: pandas.DataFrame = self.history().to_pandas()
+        return frame
 
 
 def load_job(name: str | Path, overrides: Sequence[str] = ()) -> Job:

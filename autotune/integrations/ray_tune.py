@@ -67,9 +67,8 @@ class _OneGang:
     num_slots: int = 1
     simulated: str = ""
 
-    @property
-    def world_size(self) -> int:
-        return self.job.cluster.world_size
+    def __post_init__(self) -> None:
+        self.world_size = self.job.cluster.world_size
 
     def run(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
         slot = make_slot(demand_of(self.job.cluster, self.device), frozenset(), NODES_WAIT_S)
