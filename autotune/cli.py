@@ -20,6 +20,7 @@ from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
+from autotune.waterfall.command import waterfall
 
 SIMULATE = click.option(
     "--simulate",
@@ -75,6 +76,7 @@ def init(template: str, output: Path) -> None:
     help="Folder of an earlier run of this model, which the search is told of; may be given again. --resume keeps it.",
 )
 @click.option("--warm-start-other-model", "other_model", is_flag=True, help="Take it also if it is of another model.")
+@click.option("--waterfall", "explain", is_flag=True, help="Then take the gain apart, as `autotune waterfall` does.")
 @SIMULATE
 def run(
     job: str,
@@ -84,6 +86,7 @@ def run(
     resume: bool,
     warm_start: tuple[Path, ...],
     other_model: bool,
+    explain: bool,
     simulate: str | None,
 ) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
@@ -95,7 +98,7 @@ def run(
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
     _refuse_warm_starts(warm_start, Path(loaded.output), other_model)
-    _run(loaded, job, resume, simulate, [path.absolute() for path in warm_start], other_model)
+    _run(loaded, job, resume, simulate, [path.absolute() for path in warm_start], other_model, explain)
 
 
 @cli.command()
@@ -216,27 +219,38 @@ def _refuse_warm_starts(runs: tuple[Path, ...], output: Path, other_model: bool)
             )
 
 
-def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start: list[Path], other_model: bool) -> None:
+def _run(
+    loaded: Any,
+    name: str,
+    resume: bool,
+    simulate: str | None,
+    warm_start: list[Path],
+    other_model: bool,
+    explain: bool,
+) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.report.tables import print_best
     from autotune.run import Run
+    from autotune.waterfall.command import explained, show_waterfall
 
     def work(out: Path, runner: Any, screen: Any) -> Any:
-        return Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
+        found = Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
+        return found, explained(loaded, out, found, runner, screen) if explain else None
 
-    def warm_start_again() -> str:
+    def options_again() -> str:
         from autotune.kept_warm_starts import has_kept
 
         options = "".join(f" --warm-start {_shown(path)}" for path in warm_start)
         options += " --warm-start-other-model" if other_model else ""
-        return "" if has_kept(Path(loaded.output)) else options
+        return ("" if has_kept(Path(loaded.output)) else options) + (" --waterfall" if explain else "")
 
-    result = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=warm_start_again)
+    result, made = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=options_again)
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
+    show_waterfall(console, made, read_best(out))
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
@@ -392,6 +406,7 @@ cli.add_command(journal)
 cli.add_command(tensorboard)
 cli.add_command(verify)
 cli.add_command(watch)
+cli.add_command(waterfall)
 
 
 def _refuse_foreign_packages() -> None:

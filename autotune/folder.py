@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,18 @@ def sole_driver(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def has_driver(out: Path) -> bool:
+    """Whether a driver on this host is at work in `out`. It is read from the kernel's list of locks: nothing is made,
+    and nobody is kept out meanwhile."""
+    try:
+        found = lock_path(out.absolute()).stat()
+    except OSError:
+        return False
+    name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    # `1: FLOCK  ADVISORY  WRITE 4242 fe:00:1234 0 EOF`
+    return any(name in line.split() for line in Path("/proc/locks").read_text().splitlines())
 
 
 def prepare_folder(out: Path, job: Job) -> Path | None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from trials.breakdown import Breakdown
 from trials.files import write_whole
+from trials.record import Knobs
 
 SCHEMA_VERSION = 1
 
@@ -72,8 +73,16 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm
-        ("round", pa.int32()),  # number of the interleaved round, in confirm too; null outside of rounds
+        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm; waterfall; scale
+        (
+            "round",
+            pa.int32(),
+        ),  # number of the interleaved round, in confirm, waterfall, scale too; null outside of rounds
+        (
+            "changes",
+            pa.list_(pa.string()),
+        ),  # of a waterfall: what this config takes from the winner, in order; else null
+        ("role", pa.string()),  # of a scaling: the config's, as best or baseline; else null
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),
         ("ended_at", _TIME),
@@ -191,7 +200,8 @@ class History:
             if path.name in without:
                 continue
             try:
-                problem = _not_ours(pq.read_schema(path))
+                theirs = pq.read_schema(path)
+                problem = _not_ours(theirs)
                 # Read under our schema, whatever types the file claims; a column that it has not is null.
                 found = (
                     []
@@ -200,6 +210,8 @@ class History:
                 )
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
                 problem, found = f"unreadable: {(str(error).splitlines() or [''])[0]}", []
+            if not problem:
+                found = [_migrated(row, theirs) for row in found]
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
             rows.extend(found)
@@ -209,6 +221,25 @@ class History:
 
     def _files(self) -> Iterable[Path]:
         return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(Knobs)
+    if field.default is not dataclasses.MISSING and field.default is not None
+}
+
+
+def _migrated(row: dict[str, Any], theirs: pa.Schema) -> dict[str, Any]:
+    """A row as this version writes it. A knob that the file has no column for was not there to be set: it had the value
+    that leaves torch alone, which is its default."""
+    for column in ("knobs", "applied"):
+        knobs = row[column]
+        if knobs is None or column not in theirs.names:
+            continue
+        had = {field.name for field in theirs.field(column).type}
+        row[column] = knobs | {name: value for name, value in _DEFAULTS.items() if name not in had}
+    return row
 
 
 def _not_ours(schema: pa.Schema) -> str:

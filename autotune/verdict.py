@@ -52,7 +52,7 @@ def compare(candidate: Sequence[float], baseline: Sequence[float]) -> Verdict:
     if min(*candidate, *baseline) <= 0:
         raise ValueError("throughputs must be positive")
     logs = [math.log(a / b) for a, b in zip(candidate, baseline, strict=True)]
-    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.fmean(logs)
     return Verdict(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
@@ -86,7 +86,7 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> UnpairedRatio:
     half = 0.0
     if total > 0:
         freedom = total**2 / sum(error**2 / (len(log) - 1) for error, log in zip(errors, logs, strict=True))
-        half = _t_quantile(freedom) * math.sqrt(total)
+        half = t_quantile(freedom) * math.sqrt(total)
     return UnpairedRatio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
@@ -116,11 +116,12 @@ def spread(rates: Sequence[float]) -> Spread:
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return Spread(math.exp(mean), None, None, len(logs))
-    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
     return Spread(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
-def _t_quantile(degrees_of_freedom: float) -> float:
+def t_quantile(degrees_of_freedom: float) -> float:
+    """Student's t, of a two-sided interval of CONFIDENCE."""
     from scipy.special import stdtrit  # scipy.stats has the same, and takes a second to import
 
     return float(stdtrit(degrees_of_freedom, 0.5 + CONFIDENCE / 2))

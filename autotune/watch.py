@@ -6,7 +6,6 @@ It writes nothing and takes no lock: whether a driver is at work is read from th
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 from autotune.best import read_best
 from autotune.errors import UserError
-from autotune.folder import lock_path
+from autotune.folder import has_driver
 from autotune.history import History
 from autotune.measuring import Listener
 from autotune.recorded import headroom_of, limits_of
@@ -23,23 +22,11 @@ from autotune.stages import BASELINE, SIDE_BY_SIDE
 from trials.record import TrialSpec
 
 POLL_S = 1.0
-KERNELS_LOCKS = Path("/proc/locks")
 
 
 class Viewer(Listener, Protocol):
     baseline: dict[str, Any]
     """Settings that others are shown against."""
-
-
-def is_driven(run: Path) -> bool:
-    """Whether a driver on this host holds the run's folder."""
-    try:
-        found = lock_path(run).stat()
-    except OSError:
-        return False
-    name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    # `1: FLOCK  ADVISORY  WRITE 4242 fe:00:1234 0 EOF`
-    return any(name in line.split() for line in KERNELS_LOCKS.read_text().splitlines())
 
 
 class Follower:
@@ -120,18 +107,18 @@ def follow(run: Path, viewer: Viewer, wait: bool = False, pause: Callable[[float
     Raises:
         UserError: no run there, and none to wait for.
     """
-    if not is_driven(run) and not (run / "job.yaml").exists():
+    if not has_driver(run) and not (run / "job.yaml").exists():
         if not wait:
             raise UserError(
                 f"{run}: no run there",
                 "give the folder of a run (its job's `output`); with --wait, watch waits for it to begin",
             )
         viewer.message(f"  waiting for a run in {run}")
-        while not is_driven(run):
+        while not has_driver(run):
             pause(POLL_S)
     follower = Follower(run, viewer)
     while True:
-        driven = is_driven(run)  # before the look: what a driver that has ended by now wrote is seen by it
+        driven = has_driver(run)  # before the look: what a driver that has ended by now wrote is seen by it
         follower.look()
         if not driven:
             return is_complete(run)

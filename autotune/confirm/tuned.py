@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.job import Job, divisors
-from autotune.job_file import UNPARSABLE, load_job
-from autotune.survey import FILE_NAME as STUDY_FILE
+from autotune.job_file import load_job
+from autotune.loaded import read_study_file
 from trials.record import Knobs
 
 BEST, FALLBACK, BASELINE = "best", "fallback", "baseline"
@@ -22,22 +21,13 @@ MAY_CHANGE = ("cluster", "measure", "data.source")
 """Sections and keys of the job that are where it is measured and how long, not what."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class TunedModel(_Part):
+class TunedModel(BaseModel):
     """What tells one model from another."""
+
+    model_config = ConfigDict(strict=True)
 
     num_params: int
     flops_per_token: float | None
-
-
-class _Study(_Part):
-    study_id: str
-    world_size: int
-    simulated: str = ""
-    model: TunedModel
 
 
 @dataclass(frozen=True)
@@ -75,14 +65,14 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         UserError: no run there that has ended; one that was simulated, or not, as it is now; a number of ranks that
             does not divide the batch, or that whole nodes do not make; an override of what was tuned.
     """
-    content, study = read_best(run), _read_study(run)
+    content, study = read_best(run), read_study_file(run)
     if not content["complete"]:
         raise UserError(
             f"{run}: its run has not ended, so nothing was chosen that could be confirmed",
             f"let it end first: autotune run {run / 'job.yaml'} --resume",
         )
     _refuse_another_world(run, study.simulated, simulate)
-    _refuse_other_keys(overrides)
+    refuse_other_keys(overrides)
     as_tuned = load_job(str(run / "job.yaml"), overrides)
     ranks = num_ranks or as_tuned.batch.target_world_size
     settings = {BEST: content["settings"], BASELINE: content["baseline"]["settings"]}
@@ -90,7 +80,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         settings[FALLBACK] = content["fallback"]["settings"]
     found = {role: Knobs.from_dict(settings[role]) for role in (BEST, FALLBACK, BASELINE) if role in settings}
     contenders = _on_ranks(found, as_tuned.global_batch_size, ranks)
-    nodes, per_node = _nodes(as_tuned, ranks)
+    nodes, per_node = nodes_for(as_tuned, ranks)
     job = load_job(
         str(run / "job.yaml"),
         (
@@ -109,18 +99,10 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         job=job,
         contenders=contenders,
         study_id=study.study_id,
-        model=study.model,
+        model=TunedModel(num_params=study.model.num_params, flops_per_token=study.model.flops_per_token),
         tuned_world_size=study.world_size,
         simulated=study.simulated,
     )
-
-
-def _read_study(run: Path) -> _Study:
-    path = run / STUDY_FILE
-    try:
-        return _Study.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (*UNPARSABLE, ValidationError, OSError) as error:
-        raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "is it the folder of a run?") from error
 
 
 def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> None:
@@ -135,12 +117,17 @@ def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> No
         )
 
 
-def _refuse_other_keys(overrides: tuple[str, ...]) -> None:
+def refuse_other_keys(overrides: tuple[str, ...]) -> None:
+    """Refuses overrides of what was tuned.
+
+    Raises:
+        UserError: a key that is none of MAY_CHANGE.
+    """
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
             raise UserError(
-                f"--set {override}: that would confirm something else than what was tuned",
+                f"--set {override}: that would measure something else than what was tuned",
                 f"what can be changed here: {', '.join(MAY_CHANGE)}; the number of ranks by --ranks",
             )
 
@@ -170,7 +157,7 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
     return on_ranks
 
 
-def _nodes(job: Job, ranks: int) -> tuple[int, int]:
+def nodes_for(job: Job, ranks: int) -> tuple[int, int]:
     """Nodes, and ranks on each. One machine is one node; of a cluster, nodes are filled as they were in tuning."""
     per_node = job.cluster.ranks_per_node
     if job.cluster.address == "local" or ranks < per_node:

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from autotune.cli import cli
 from autotune.errors import UserError
-from autotune.folder import sole_driver
+from autotune.folder import has_driver, sole_driver
 from autotune.history import History
 from autotune.report.screen import LineScreen
-from autotune.watch import follow, is_driven
+from autotune.watch import follow
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def trials_shown(text: str) -> list[int]:
 
 
 def test_the_kernel_says_whether_a_driver_holds_the_folder(tmp_path: Path) -> None:
-    assert not is_driven(tmp_path / "run")
+    assert not has_driver(tmp_path / "run")
     with sole_driver(tmp_path / "run"):
-        assert is_driven(tmp_path / "run")
-    assert not is_driven(tmp_path / "run")
+        assert has_driver(tmp_path / "run")
+    assert not has_driver(tmp_path / "run")
 
 
 def test_what_comes_while_it_is_watched_is_shown_once_and_in_order(
