@@ -15,8 +15,7 @@ from typing import Any
 
 from autotune.best import read_best
 from autotune.folder import leaves
-from autotune.history import History
-from autotune.job_file import load_job
+from autotune.loaded import load
 from autotune.verdict import CONFIDENCE, welch
 from trials.record import COMPOSED
 
@@ -110,10 +109,9 @@ def load_side(run: Path) -> Side:
     Raises:
         UserError: no run there, or none that has measured anything; its job cannot be read.
     """
-    best = read_best(run)
-    rows, _ = History(run / "history").rows()
-    job = leaves(load_job(str(run / "job.yaml")).model_dump(mode="json"))
-    return Side(str(run), best, rows, job)
+    found = load(run)
+    best = found.best or read_best(run)  # which says that there is none
+    return Side(str(run), best, [one.row for one in found.attempts], leaves(found.job.model_dump(mode="json")))
 
 
 def compare_runs(a: Side, b: Side) -> Comparison:

@@ -18,7 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.recorded import recorded_attempts
+from autotune.loaded import load
 from autotune.rows import Attempt
 from autotune.search.observed import CONSTRAINT, OUTCOME
 from autotune.stages import BASELINE, SIDE_BY_SIDE
@@ -41,8 +41,8 @@ def write_journal(run: Path, path: Path) -> list[str]:
     Raises:
         UserError: no run there, or one that has measured nothing.
     """
-    attempts, skipped = recorded_attempts(run, STUDIED)
-    trials = trials_of(attempts)
+    loaded = load(run)
+    trials = trials_of([attempt for attempt in loaded.attempts if attempt.stage in STUDIED])
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / FILE_NAME
         storage = JournalStorage(JournalFileBackend(str(whole)))
@@ -57,7 +57,7 @@ def write_journal(run: Path, path: Path) -> list[str]:
             study.set_metric_names(["tokens/s per rank"])
         study.add_trials(trials)
         write_whole(path, whole.read_bytes())
-    return skipped
+    return loaded.unreadable
 
 
 def trials_of(attempts: Sequence[Attempt]) -> list[FrozenTrial]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from autotune.recorded import recorded_attempts
+from autotune.loaded import load
 from autotune.stages import BASELINE, SIDE_BY_SIDE
 from trials.breakdown import FRACTIONS
 
@@ -32,12 +32,12 @@ def write_scalars(run: Path, folder: Path) -> list[str]:
     Raises:
         UserError: no run there, or one that has measured nothing.
     """
-    attempts, skipped = recorded_attempts(run)
+    loaded = load(run)
     for earlier in folder.glob(f"events.out.tfevents.*{SUFFIX}"):
         earlier.unlink()
     best = 0.0
     with SummaryWriter(str(folder), filename_suffix=SUFFIX) as writer:
-        for attempt in attempts:
+        for attempt in loaded.attempts:
             row = attempt.row
             points = {f"{head}/{name}": row[name] for head, names in COLUMNS.items() for name in names}
             if row["started_at"] is not None and row["ended_at"] is not None:
@@ -50,4 +50,4 @@ def write_scalars(run: Path, folder: Path) -> list[str]:
             for name, value in points.items():
                 if value is not None:
                     writer.add_scalar(name, value, attempt.trial, walltime=at)
-    return skipped
+    return loaded.unreadable
