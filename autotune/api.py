@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.best import read_best
 from autotune.folder import check_resumable, prepare_folder, sole_driver
-from autotune.history import SCHEMA, History
+from autotune.history import SCHEMA
 from autotune.job import Job
 from autotune.job_file import load_job as _load_job
+from autotune.loaded import LoadedRun, load
 from autotune.report.screen import make_screen
 from autotune.runners import runner_of
 from trials.record import Knobs
@@ -57,8 +58,10 @@ class Run:
     baseline: Config
     gain: Gain | None
     """None: nothing was compared with the baseline."""
-    content: dict[str, Any]
+    content: dict[str, Any] = field(repr=False)
     """All of best.yaml."""
+    loaded: LoadedRun = field(repr=False)
+    """Job, survey and attempts."""
 
     @property
     def is_win(self) -> bool:
@@ -69,7 +72,7 @@ class Run:
         """One row an attempt; columns and units are those of `autotune.history.SCHEMA`."""
         import pyarrow
 
-        return pyarrow.Table.from_pylist(History(self.folder / "history").rows()[0], schema=SCHEMA)
+        return pyarrow.Table.from_pylist(self.loaded.rows, schema=SCHEMA)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame.
@@ -91,13 +94,14 @@ def load_job(name: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def load_run(folder: str | Path) -> Run:
-    """A run that has measured something.
+    """A run that has measured something, be it that it goes on.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or none in which a config ran to its end.
     """
     path = Path(folder).absolute()
-    best = read_best(path)
+    found = load(path)
+    best = found.best or read_best(path)  # which says that there is none
     gain = best["gain"]
     return Run(
         folder=path,
@@ -108,6 +112,7 @@ def load_run(folder: str | Path) -> Run:
         baseline=_config(best["baseline"]["settings"], best["baseline"]),
         gain=Gain(gain["ratio"], gain["low"], gain["high"]) if gain else None,
         content=best,
+        loaded=found,
     )
 
 

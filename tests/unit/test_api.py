@@ -54,7 +54,7 @@ def test_a_job_is_tuned_and_resumed(simulated_run: Path, tmp_path: Path) -> None
 def test_errors_are_the_command_lines() -> None:
     with pytest.raises(UserError, match="shipped job"):
         load_job("quickstrat")
-    with pytest.raises(UserError, match=r"no best\.yaml there"):
+    with pytest.raises(UserError, match="no run there"):
         load_run("nowhere")
 
 
