@@ -13,11 +13,17 @@ BENCHMARKS := overhead composed verdict prediction search suggest
 # dependencies, which are gigabytes.
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
+# Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
+RANGE := 3.10:2.7.1 3.12:2.9.1
+RANGE_HOME := .torch-range
+RANGE_PYTHONS ?= $(subst $(SPACE),:,$(foreach one,$(RANGE),$(CURDIR)/$(RANGE_HOME)/$(subst :,-torch,$(one))/bin/python))
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients-installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torch-range test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -37,6 +43,14 @@ test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, 
 test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
 	$(PYTEST) tests/clients $(OF_TRAINERS)
 
+test-torch-range: $(DEV) $(foreach one,$(RANGE),$(RANGE_HOME)/$(subst :,-torch,$(one))/.installed)  ## ranks under other Pythons and torches than the driver's; needs those Pythons
+	RANGE_PYTHONS='$(RANGE_PYTHONS)' $(PYTEST) tests/torch_range
+
+$(RANGE_HOME)/%/.installed:
+	python$(firstword $(subst -torch, ,$*)) -m venv $(RANGE_HOME)/$*
+	$(RANGE_HOME)/$*/bin/python -m pip install --quiet torch==$(lastword $(subst -torch, ,$*)) numpy
+	touch $@
+
 test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
 
@@ -44,6 +58,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trials  # ranks may run on it
 
 benchmark: $(DEV)  ## each compares in one run and prints its tables; two hours in all, or BENCHMARKS="composed verdict"
 	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done
@@ -67,4 +82,4 @@ $(CLIENTS): $(DEV)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RANGE_HOME) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

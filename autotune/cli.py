@@ -17,7 +17,7 @@ from autotune.commands.cost import cost
 from autotune.commands.views import journal, tensorboard
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
-from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
 from autotune.waterfall.command import waterfall
@@ -46,19 +46,13 @@ def cli() -> None:
     help="File to write.",
 )
 def init(template: str, output: Path) -> None:
-    """Write a commented job file to edit."""
-    from autotune.job_file import shipped
+    """Write a commented job file to edit, and what goes with it.
 
-    jobs = shipped("jobs")
-    if template not in jobs:
-        raise UserError(f"--template {template}: no such template", nearest(template, jobs))
-    if output.exists():
-        raise UserError(f"{output}: exists already", "give another file by --output")
-    try:
-        output.write_text(jobs[template])
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}", "give a file you can write by --output") from error
-    click.echo(f"wrote {output}\nnext: edit it, then\n  autotune run {output}")
+    Templates for a trainer of your own: own-trainer, lightning, transformers, accelerate, torchtitan, slurm.
+    """
+    from autotune.templates import write_template
+
+    click.echo("\n".join(write_template(template, output)))
 
 
 @cli.command()
@@ -251,10 +245,11 @@ def _run(
     console.print()
     print_best(console, read_best(out))
     show_waterfall(console, made, read_best(out))
+    target = "command" if loaded.trainer is not None else loaded.export_for or "plain"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
-        f"next: {_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}",
+        f"next: {_command()} export {_shown(out)} --to {target}",
     )
     for line in lines:
         click.echo(printable(line))
@@ -370,7 +365,7 @@ class ExporterOption(click.Option):
         from autotune.export import EXPORTERS
 
         *others, last = EXPORTERS
-        self.help = f"{', '.join(others)} or {last}."
+        self.help = f"{', '.join(others)} or {last}; of a trainer of your own also command."
         return super().get_help_record(ctx)
 
 
@@ -384,17 +379,18 @@ class ExporterOption(click.Option):
     help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
 @click.option("--incomplete", is_flag=True, help="Take the best config so far of a run that has not ended.")
-def export(run_folder: Path, target: str, output: Path | None, incomplete: bool) -> None:
+@click.option("--confirmed", is_flag=True, help="Take what `autotune confirm` found to hold, on its number of ranks.")
+def export(run_folder: Path, target: str, output: Path | None, incomplete: bool, confirmed: bool) -> None:
     """Write the best config in a trainer's own format."""
     from rich.console import Console
 
     from autotune.export.command import export_run
     from autotune.report.export import print_exported
 
-    written = export_run(run_folder, target, output, incomplete)
+    written = export_run(run_folder, target, output, incomplete, confirmed)
     for path in written.paths:
         click.echo(f"wrote {path}")
-    print_exported(Console(highlight=False), written.best, written.exported)
+    print_exported(Console(highlight=False), written.best, written.exported, written.left)
     for warning in written.warnings:
         click.echo(printable(warning), err=True)
 

@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from trials import machine
 from trials.facts import GIB, MIB, Gpu, TorchFacts
-from trials.survey import cpu_name, device_facts
+from trials.machine import cpu_name
+from trials.survey import device_facts
 
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 COPY_S = 0.5
 MAX_GATHER_MIB = {"cpu": 64.0, "cuda": 1024.0}
 NUM_GATHERS = 10
+USUAL_UNIT_MIB = 64.0
+"""For a model that nobody describes."""
 
 
 def torch_facts() -> TorchFacts:
