@@ -23,7 +23,7 @@ ENVIRONMENT = ("device_name", "torch_version", "nccl_version", "driver_version",
 CONVENTIONS = ("flops_convention", "flops_per_token", "peak_tflops_per_s", "peak_source", "limit_gib")
 NOT_COMPARED = frozenset({"output"})
 """Keys of a job that say nothing of what it measures."""
-OF_THE_WORK = ("model.", "data.", "batch.global_batch_", "training.precision", "training.optimizer.")
+OF_THE_WORK = ("model.", "data.", "trainer.", "batch.global_batch_", "training.precision", "training.optimizer.")
 """How keys of a job begin that decide what a token costs: if one differs, tokens/s are of different work."""
 FEWEST_RUNS = 2
 """Of each config, for an interval."""

@@ -168,6 +168,8 @@ def _number(value: float | None) -> float:
 def _survey(job: Job) -> Survey:
     import time
 
+    if job.trainer is not None:
+        raise UserError("trainer: a command of your own is not measured under Ray Tune", "tune it by `autotune run`")
     content, device = _surveyed(job.model_dump_json())
     return survey_from_content(job, _OneGang(job, device, time), content)
 

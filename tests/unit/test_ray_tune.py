@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.integrations.ray_tune import knobs_of
+from autotune.integrations.ray_tune import knobs_of, param_space, trainable
+from autotune.job_file import load_job, shipped
 from autotune.space import SearchSpace
 
 
@@ -30,3 +31,10 @@ def test_a_value_that_is_no_candidate_is_named(space: SearchSpace, changes: dict
     with pytest.raises(UserError, match=f"{name} = .*: no candidate") as raised:
         knobs_of(space, drawn)
     assert str(list(space.candidates[name])) in raised.value.hint
+
+
+def test_a_trainers_command_is_refused_before_anything_starts() -> None:
+    job = load_job(next(name for name in shipped("jobs") if load_job(name).trainer is not None))
+    for entry in (param_space, trainable):
+        with pytest.raises(UserError, match="not measured under Ray Tune"):
+            entry(job)
