@@ -12,12 +12,13 @@ from typing import Any
 import click
 
 from autotune.best import read_best
-from autotune.confirm.tuned import StudyFacts, read_study, refuse_other_keys
+from autotune.confirm.tuned import refuse_other_keys
 from autotune.errors import InfrastructureError, UserError
 from autotune.folder import sole_driver
 from autotune.history import History
 from autotune.job import Job
 from autotune.job_file import load_job
+from autotune.loaded import StudyFile, read_study_file
 from autotune.stages import BASELINE, OF_A_RUN, ROUND
 from trials.outcome import Outcome
 from trials.record import Knobs
@@ -30,7 +31,7 @@ class Ended:
     folder: Path
     content: dict[str, Any]
     """Of best.yaml."""
-    study: StudyFacts
+    study: StudyFile
     job: Job
 
     @property
@@ -54,7 +55,7 @@ def read_ended(folder: Path, overrides: tuple[str, ...] = ()) -> Ended:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder", "give the folder of a run: its job's `output`")
-    content, study = read_best(folder), read_study(folder)
+    content, study = read_best(folder), read_study_file(folder)
     if not content["complete"]:
         raise UserError(
             f"{folder}: its run has not ended, so there is no winner yet",

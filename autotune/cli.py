@@ -6,13 +6,16 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from autotune import __version__
+from autotune.commands.compare import compare
+from autotune.commands.cost import cost
+from autotune.commands.views import journal, tensorboard
+from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
 from autotune.scaling.command import scale
@@ -275,10 +278,11 @@ def _at_work(
 
     from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
+    from autotune.runners import runner_of
 
     out = Path(loaded.output).absolute()
     shown = _shown(out)
-    open_runner, label = _runner(loaded, out, simulate)
+    open_runner, label = runner_of(loaded, out, simulate)
     screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
@@ -306,38 +310,26 @@ def _at_work(
             ) from error
 
 
-def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], Any], str]:
-    """What opens the runner, and the modelled cluster's name; empty for a real one.
-
-    Raises:
-        UserError: `simulate` describes no cluster, or none that the job can run on.
-    """
-    if simulate is None:
-        from autotune.cluster.runner import open_runner
-
-        return lambda: open_runner(loaded, out / "logs" / "ray.log"), ""
-    from autotune.simulate.cluster import parse_cluster
-    from autotune.simulate.runner import SimulatedRunner, last_end_s, make_world
-
-    cluster = parse_cluster(simulate)
-    world = make_world(loaded, cluster)
-    return lambda: nullcontext(SimulatedRunner(world, last_end_s(out / "history"))), str(cluster)
-
-
 @cli.command()
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--trial", type=int, help="Everything about one trial.")
-def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
+@click.option(
+    "--brief", is_flag=True, help="At most 12 plain lines: verdict, settings, where the time goes, what next."
+)
+def show(run_folder: Path, as_json: bool, trial: int | None, brief: bool) -> None:
     """Show a run's result and its trials."""
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.folder import latest_moved
     from autotune.history import History
+    from autotune.report.brief import brief_lines
     from autotune.report.tables import print_best, print_trial, print_trials
     from autotune.report.text import json_safe
 
+    if brief and (as_json or trial is not None):
+        raise UserError("--brief: it stands for itself", "leave out --json and --trial")
     rows, skipped = History(run_folder / "history").rows()
     for line in skipped:
         click.echo(f"skipped {printable(line)}", err=True)
@@ -353,6 +345,9 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     if as_json:
         content = {"trials": rows} | ({} if trial is not None else {"best": best})
         click.echo(json.dumps(json_safe(content), default=str))
+        return
+    if brief:
+        click.echo("\n".join(brief_lines(run_folder, best, rows)))
         return
     console = Console(highlight=False)
     if trial is not None:
@@ -401,8 +396,13 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool,
         click.echo(printable(warning), err=True)
 
 
+cli.add_command(compare)
 cli.add_command(confirm)
+cli.add_command(cost)
+cli.add_command(journal)
+cli.add_command(tensorboard)
 cli.add_command(verify)
+cli.add_command(watch)
 cli.add_command(waterfall)
 cli.add_command(scale)
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.job import Job, divisors
-from autotune.job_file import UNPARSABLE, load_job
-from autotune.survey import FILE_NAME as STUDY_FILE
+from autotune.job_file import load_job
+from autotune.loaded import read_study_file
 from trials.record import Knobs
 
 BEST, FALLBACK, BASELINE = "best", "fallback", "baseline"
@@ -23,25 +22,14 @@ MAY_CHANGE = ("cluster", "measure", "data.source")
 """Sections and keys of the job that are where it is measured and how long, not what."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class TunedModel(_Part):
+class TunedModel(BaseModel):
     """What tells one model from another."""
+
+    model_config = ConfigDict(strict=True)
 
     num_params: int | None
     """None: of a trainer's own model, which the job does not declare."""
     flops_per_token: float | None
-
-
-class StudyFacts(_Part):
-    """Of study.yaml, what tells whether another measurement goes with it."""
-
-    study_id: str
-    world_size: int
-    simulated: str = ""
-    model: TunedModel
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         UserError: no run there that has ended; one that was simulated, or not, as it is now; a number of ranks that
             does not divide the batch, or that whole nodes do not make; an override of what was tuned.
     """
-    content, study = read_best(run), read_study(run)
+    content, study = read_best(run), read_study_file(run)
     if not content["complete"]:
         raise UserError(
             f"{run}: its run has not ended, so nothing was chosen that could be confirmed",
@@ -113,23 +101,10 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         job=job,
         contenders=contenders,
         study_id=study.study_id,
-        model=study.model,
+        model=TunedModel(num_params=study.model.num_params, flops_per_token=study.model.flops_per_token),
         tuned_world_size=study.world_size,
         simulated=study.simulated,
     )
-
-
-def read_study(run: Path) -> StudyFacts:
-    """Of the run in `run`.
-
-    Raises:
-        UserError: it has no study.yaml of ours.
-    """
-    path = run / STUDY_FILE
-    try:
-        return StudyFacts.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (*UNPARSABLE, ValidationError, OSError) as error:
-        raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "is it the folder of a run?") from error
 
 
 def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> None:
