@@ -11,11 +11,11 @@ import yaml
 from rich.console import Console
 
 from autotune.afterwards import history_rows, interruptible, read_ended
-from autotune.confirm.tuned import read_study
 from autotune.errors import UserError
 from autotune.folder import prepare_folder, sole_driver
 from autotune.job import Job
 from autotune.job_file import load_job
+from autotune.loaded import read_study_file
 from autotune.report.screen import make_screen
 from autotune.scaling.measuring import Scale, modes_of, targets
 from autotune.scaling.points import Scaling
@@ -109,7 +109,7 @@ def _prepare(what: _Subject, simulate: str | None) -> None:
     """Goes on with a scaling of the same job on the same cluster; else makes the folder anew."""
     if (what.folder / STUDY_FILE).is_file() and (what.folder / "job.yaml").is_file():
         same_job = (what.folder / "job.yaml").read_text(encoding="utf-8") == what.job.to_yaml()
-        if same_job and read_study(what.folder).simulated == _label(simulate):
+        if same_job and read_study_file(what.folder).simulated == _label(simulate):
             return
     prepare_folder(what.folder, what.job)
 
