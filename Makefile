@@ -13,6 +13,8 @@ BENCHMARKS := overhead composed verdict prediction search suggest
 # dependencies, which are gigabytes.
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
+# What else torchtitan's own trainer needs; the tests of it are marked, and deselected elsewhere (pyproject.toml).
+OF_TORCHTITAN := triton datasets tensorboard
 # Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
 RANGE := 3.10:2.7.1 3.12:2.9.1
 RANGE_HOME := .torch-range
@@ -22,8 +24,9 @@ SPACE := $(EMPTY) $(EMPTY)
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients-installed
+TORCHTITAN := $(VENV)/.torchtitan-installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torch-range test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torchtitan test-torch-range test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -42,6 +45,9 @@ test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, 
 
 test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
 	$(PYTEST) tests/clients $(OF_TRAINERS)
+
+test-torchtitan: $(TORCHTITAN)  ## torchtitan's debug model under the probe, on two GPUs, or with a shim on CPUs; a gigabyte more
+	$(BIN)/python -m pytest -m torchtitan tests/clients/test_torchtitan.py
 
 test-torch-range: $(DEV) $(foreach one,$(RANGE),$(RANGE_HOME)/$(subst :,-torch,$(one))/.installed)  ## ranks under other Pythons and torches than the driver's; needs those Pythons
 	RANGE_PYTHONS='$(RANGE_PYTHONS)' $(PYTEST) tests/torch_range
@@ -79,6 +85,10 @@ $(CLIENTS): $(DEV)
 	@echo "installing the trainers that are tested with: minutes"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,clients-test]'
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(CONFIGS_ALONE)
+	touch $@
+
+$(TORCHTITAN): $(CLIENTS)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(OF_TORCHTITAN)
 	touch $@
 
 clean:
