@@ -14,7 +14,7 @@ BENCHMARKS := overhead composed verdict prediction search suggest
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
 # Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
-RANGE := 3.10:2.6.0 3.12:2.9.1
+RANGE := 3.10:2.7.1 3.12:2.9.1
 RANGE_HOME := .torch-range
 RANGE_PYTHONS ?= $(subst $(SPACE),:,$(foreach one,$(RANGE),$(CURDIR)/$(RANGE_HOME)/$(subst :,-torch,$(one))/bin/python))
 EMPTY :=
@@ -58,6 +58,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trials  # ranks may run on it
 
 benchmark: $(DEV)  ## each compares in one run and prints its tables; two hours in all, or BENCHMARKS="composed verdict"
 	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done
