@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,13 +71,15 @@ class Scale:
             InfrastructureError: ranks or nodes failed, every time.
         """
         forecast: Forecast | None = None
-        for number in range(self.repeats):
-            # From the most ranks to the fewest and back, so that what drifts steadily favours none; and a cluster that
-            # has not so many is found out at once.
-            for world_size in sorted({one.world_size for one in self.targets}, reverse=number % 2 == 0):
-                here = [one for one in self.targets if one.world_size == world_size]
-                with self.opened(here[0].job) as runner:
-                    forecast = forecast or self._forecast(runner)
+        sizes = sorted({one.world_size for one in self.targets}, reverse=True)
+        # From the most ranks to the fewest and back, so that what drifts steadily favours none; and a cluster that has
+        # not so many is found out at once.
+        visits = [(size, number) for number in range(self.repeats) for size in sizes[:: 1 if number % 2 == 0 else -1]]
+        for world_size, group in itertools.groupby(visits, key=lambda visit: visit[0]):
+            here = [one for one in self.targets if one.world_size == world_size]
+            with self.opened(here[0].job) as runner:
+                forecast = forecast or self._forecast(runner)
+                for _, number in group:
                     for one in here:
                         self._measure(one, runner, number, forecast)
 

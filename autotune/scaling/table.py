@@ -48,7 +48,15 @@ def print_scaling(console: Console, found: Scaling, peak_source: str) -> None:
 
 
 def _table(title: str, points: list[Point]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), header_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
     for name in ("config", "mode"):
         table.add_column(name, no_wrap=True)
     for name in ("ranks", "s/step", "tokens/s", "MFU", "comm", "efficiency", "", "runs"):

@@ -41,7 +41,15 @@ def _bars(made: Waterfall) -> list[Step]:
 
 
 def _table(title: str, made: Waterfall, peak_source: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), header_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
     table.add_column("per rank")
     for name in ("tokens/s", "95 % interval", "TFLOP/s", mfu_label(peak_source)):
         table.add_column(name, justify="right", no_wrap=True)
