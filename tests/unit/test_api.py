@@ -73,7 +73,9 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
 def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
     """As it stands there, but on a modelled cluster: what it does on a real one is what `autotune run` does."""
     (code,) = re.findall(r"```python\n(from autotune import .*?)```", README.read_text(), flags=re.DOTALL)
-    assert code.count("tune(job)") == 1
+    assert code.count("tune(job)") == code.count('["output=runs/python"]') == 1
+    gpus = '["output=runs/python", "cluster.device=cuda", "cluster.memory_limit_gib=null"]'
+    code = code.replace('["output=runs/python"]', gpus)
     code = code.replace("tune(job)", "tune(job, simulate=\"nodes=1 gpus=8 device='NVIDIA H100 80GB HBM3'\")")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
