@@ -21,7 +21,7 @@ utils.device_module = SimpleNamespace(
 )
 
 from torchtitan.distributed import fsdp  # noqa: E402
-from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common import config_utils  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
