@@ -153,8 +153,9 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
         different = [
             f"{name}: {then.get(name)} -> {list(now[name])}" for name in now if list(now[name]) != then.get(name)
         ]
+        why = "; ".join(different) or "the batch, the baseline or fsdp-autotune itself changed"
         raise UserError(
-            f"{path}: the search space is another one now: {'; '.join(different) or 'the batch or baseline changed'}",
+            f"{path}: the search space is another one now: {why}",
             "an index into changed candidates would mean another value: start anew without --resume",
         )
     if world_size != runner.world_size:
