@@ -47,8 +47,8 @@ class Point:
     """A fraction; None also where no peak is known."""
     efficiency: Figure | None = None
     """Tokens/s per rank over that on the fewest ranks measured, N0. Of weak scaling that is T(N0) / T(N), of strong
-    scaling N0 T(N0) / (N T(N)), with T the time of a step. 1 on N0 itself; None of a config that ran nowhere else. 95 % interval; of a prediction, the range
-    of what each number of ranks that was measured leads to."""
+    scaling N0 T(N0) / (N T(N)), with T the time of a step. 1 on N0 itself; None of a config that ran nowhere else.
+    95 % interval; of a prediction, the range of what each number of ranks that was measured leads to."""
     exposed_comm_share: float | None = None
     """Of a profiled step, a fraction: communication that no compute hides; the median of its runs."""
     exposed_comm_s: float | None = None
