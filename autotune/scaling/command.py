@@ -63,7 +63,7 @@ def scale(
     elif found is not None:
         print_scaling(Console(highlight=False), found, peak_source)
         click.echo(f"History: {folder}/history")
-    if found is None or not any(point.efficiency for point in found.points):
+    if found is None or not any(point.num_runs for point in found.points):
         raise NothingFitsError(
             "no config ran to its end on any of these numbers of ranks", "`autotune show` says what became of each"
         )

@@ -62,6 +62,7 @@ class Scale:
     rates: dict[str, float]
     _failed: set[tuple[int, Knobs]] = field(default_factory=set)
     _surveys: dict[tuple[int, str], Survey] = field(default_factory=dict)
+    _measurers: dict[tuple[int, str], tuple[Measurer, dict[Knobs, str]]] = field(default_factory=dict)
 
     def go(self) -> None:
         """Measures what the history does not have yet.
@@ -89,20 +90,31 @@ class Scale:
             self._surveys[key] = survey_from_content(one.job, runner, self.content)
         return self._surveys[key]
 
+    def _measurer(self, one: Target, runner: Any, forecast: Forecast) -> tuple[Measurer, dict[Knobs, str]]:
+        """On the slots that are open now, with the role of each config."""
+        key = (one.world_size, one.mode)
+        if key not in self._measurers:
+            survey = self._survey(one, runner)
+            contenders = spelt(one, survey.space.canonical)
+            roles = {knobs: role for role, knobs in contenders.items()}
+            measurer = Measurer(
+                survey.study,
+                self.folder,
+                runner,
+                self.listener,
+                forecast,
+                beside=lambda knobs: {"role": roles[knobs]},
+                reference=contenders.get("baseline"),
+            )
+            measurer.recall({SCALE})
+            self._measurers[key] = measurer, roles
+        measurer, roles = self._measurers[key]
+        measurer.runner = runner
+        measurer.leave_numbers_in_use()  # those that the others have given meanwhile
+        return measurer, roles
+
     def _measure(self, one: Target, runner: Any, number: int, forecast: Forecast) -> None:
-        survey = self._survey(one, runner)
-        contenders = spelt(one, survey.space.canonical)
-        roles = {knobs: role for role, knobs in contenders.items()}
-        measurer = Measurer(
-            survey.study,
-            self.folder,
-            runner,
-            self.listener,
-            forecast,
-            beside=lambda knobs: {"role": roles[knobs]},
-            reference=contenders.get("baseline"),
-        )
-        measurer.recall({SCALE})
+        measurer, roles = self._measurer(one, runner, forecast)
         # The baseline first in the first round: the others must reproduce its losses.
         for knobs in list(roles)[:: -1 if number % 2 == 0 else 1]:
             if (one.world_size, knobs) in self._failed:

@@ -19,14 +19,14 @@ def print_waterfall(console: Console, made: Waterfall, peak_source: str) -> None
     notes = [f"{step.label}: one step; {step.note}" for step in _bars(made) if step.note]
     if len(made.alone) > 1:
         notes.append("Each change by itself, on the baseline:")
+        beyond = "" if all(one.worth for one in made.alone) else " (with what does not run alone)"
         for one in made.alone:
             what = (
                 _change(one.worth.tokens_per_s_per_rank) + " tokens/s" if one.worth else f"did not run: {one.problem}"
             )
             notes.append(f"  {one.label}: {what}")
-        notes.append(
-            f"  interactions, the total less their sum: {_change(made.interactions.tokens_per_s_per_rank)} tokens/s"
-        )
+        together = _change(made.interactions.tokens_per_s_per_rank)
+        notes.append(f"  interactions, the total less their sum{beyond}: {together} tokens/s")
     low, high = (f"{100 * end:+.1f} %" if end is not None else "-" for end in (made.gain.low, made.gain.high))
     notes.append(
         f"Winner against baseline: {100 * made.gain.value:+.1f} % (95 % interval {low} to {high}), "
