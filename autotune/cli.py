@@ -18,6 +18,7 @@ from autotune.commands.views import journal, tensorboard
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
+from autotune.report.command import report
 from autotune.scaling.command import scale
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
@@ -401,6 +402,7 @@ cli.add_command(confirm)
 cli.add_command(cost)
 cli.add_command(journal)
 cli.add_command(tensorboard)
+cli.add_command(report)
 cli.add_command(verify)
 cli.add_command(watch)
 cli.add_command(waterfall)

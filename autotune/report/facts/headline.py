@@ -1,0 +1,93 @@
+"""The verdict in one sentence, and what to know before believing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autotune.loaded import LoadedRun
+from autotune.report.text import SIMULATED, count, loader_advice
+from trials.outcome import OUT_OF_MEMORY, Outcome
+
+NOTHING_FITTED = "No config has been measured and fitted, so there is no result."
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of tokens/s, the best config over the baseline, from paired rounds."""
+
+    ratio: float
+    low: float
+    high: float
+    """95 % interval."""
+    num_paired_rounds: int
+
+
+@dataclass(frozen=True)
+class Headline:
+    complete: bool
+    """Whether the run came to its end; what is said is a verdict only then."""
+    is_going: bool
+    """Its driver was at work when this was read."""
+    simulated: bool
+    """Nothing was measured."""
+    simulated_cluster: str | None
+    kind: Literal["win", "keep", "unfinished", "none"]
+    """`keep`: use the baseline. `unfinished`: the best so far was compared with nothing. `none`: nothing fitted."""
+    sentence: str
+    gain: Gain | None
+    """Of the config that was compared, whether it won or not."""
+    notes: list[str]
+    num_configs_tried: int
+    num_out_of_memory: int
+    confirmed: dict[str, Any] | None
+    """What `autotune confirm` found last, on the real run's ranks; null: it has not run."""
+
+
+def headline(run: LoadedRun) -> Headline:
+    best = run.best
+    searched = [attempt for attempt in run.attempts if attempt.stage in ("baseline", "explore")]
+    tried = {attempt.knobs for attempt in searched if attempt.outcome is not Outcome.PREDICTED_OOM}
+    kind = _kind(best)
+    return Headline(
+        complete=run.is_complete,
+        is_going=run.is_going,
+        simulated=bool(run.study.simulated),
+        simulated_cluster=run.study.simulated or None,
+        kind=kind,
+        sentence=NOTHING_FITTED if best is None else best["verdict"],
+        gain=_gain(best),
+        notes=_notes(run),
+        num_configs_tried=len(tried),
+        num_out_of_memory=len({attempt.knobs for attempt in searched if attempt.outcome in OUT_OF_MEMORY}),
+        confirmed=best["confirmed"] if best else None,
+    )
+
+
+def _kind(best: dict[str, Any] | None) -> Literal["win", "keep", "unfinished", "none"]:
+    if best is None:
+        return "none"
+    if not best["complete"]:
+        return "unfinished"
+    return "keep" if best["settings"] == best["baseline"]["settings"] else "win"
+
+
+def _gain(best: dict[str, Any] | None) -> Gain | None:
+    found = best["gain"] if best else None
+    if not found:
+        return None
+    return Gain(found["ratio"], found["low"], found["high"], found.get("num_paired_rounds", 0))
+
+
+def _notes(run: LoadedRun) -> list[str]:
+    said = []
+    if run.study.simulated:
+        said.append(f"{SIMULATED.upper()}: nothing here was measured; a model stood in for {run.study.simulated}")
+    if not run.is_complete:
+        again = f"`autotune run {run.folder / 'job.yaml'} --resume` goes on with it"
+        state = "The run is still going" if run.is_going else f"The run has not ended; {again}"
+        said.append(f"{state}: all that is said here is of what it had measured by now")
+    if run.unreadable:
+        said.append(f"{count(len(run.unreadable), 'file or row')} of the folder could not be used; listed at the end")
+    advice = loader_advice(run.best) if run.best else None
+    return said + ([advice] if advice else [])
