@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import __version__
+from autotune.job import Job
 from autotune.loaded import LoadedRun
 from autotune.report.text import loader_advice
 from trials.record import COMPOSED
@@ -36,12 +37,13 @@ class Environment:
     num_params: int
     num_matmul_params: int
     num_blocks: int
-    seq_len: int
+    seq_len: int | None
+    """None: of a user's own trainer that did not say."""
     data: str
     precision: str
     global_batch_size: int
     """Sequences per optimizer step over all ranks."""
-    global_batch_tokens: int
+    global_batch_tokens: int | None
     memory_limit_gib: float | None
     """Of a rank; null: none known."""
     memory_headroom: float
@@ -58,6 +60,12 @@ class Environment:
     """The space that was searched."""
     sampler: str
     warm_start: list[dict[str, Any]]
+
+
+def _workload(job: Job) -> str:
+    if job.model is None:
+        return "your own trainer"
+    return job.model.workload if job.model.preset is None else f"{job.model.workload}: {job.model.preset}"
 
 
 def environment(run: LoadedRun) -> Environment:
@@ -77,15 +85,15 @@ def environment(run: LoadedRun) -> Environment:
         driver_versions=_seen(run, "driver_version"),
         nccl_versions=_seen(run, "nccl_version"),
         attention_backends=_seen(run, "attention_backend"),
-        workload=job.model.workload if job.model.preset is None else f"{job.model.workload}: {job.model.preset}",
+        workload=_workload(job),
         num_params=study.model.num_params,
         num_matmul_params=study.model.num_matmul_params,
         num_blocks=survey.model.num_blocks,
-        seq_len=job.model.seq_len,
-        data=survey.model.data or job.data.source,
+        seq_len=job.seq_len,
+        data=survey.model.data or (job.data.source if job.data else "your trainer's own"),
         precision=job.training.precision,
         global_batch_size=job.global_batch_size,
-        global_batch_tokens=job.global_batch_size * job.model.seq_len,
+        global_batch_tokens=job.global_batch_size * job.seq_len if job.seq_len else None,
         memory_limit_gib=study.limits.limit_gib,
         memory_headroom=study.limits.headroom,
         peak_tflops_per_s=study.peak.tflops_per_s,

@@ -12,6 +12,7 @@ from autotune.interleaved import Figure
 from autotune.report.cost import amount, hours
 from autotune.report.facts import Summary
 from autotune.report.facts.configs import Config
+from autotune.report.facts.environment import Environment
 from autotune.report.facts.trials import shown
 from autotune.report.text import SHORT_NAMES, count, duration, gib, mfu_label, percent, rate
 
@@ -65,7 +66,14 @@ def code_marked(text: str) -> Markup:
     return Markup("".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts)))
 
 
+def global_batch(told: Environment) -> str:
+    """In sequences, and in tokens where their length is known."""
+    tokens = f" = {told.global_batch_tokens:,} tokens" if told.global_batch_tokens else ""
+    return f"{told.global_batch_size:,} sequences{tokens} per optimizer step"
+
+
 FILTERS: dict[str, Callable[..., str]] = {
+    "global_batch": global_batch,
     "code_marked": code_marked,
     "points": unbroken(points),
     "amount": amount,
@@ -159,8 +167,8 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("model", f"{told.workload}; {_params(told.num_params)}, {told.num_blocks} blocks"),
         ("data", told.data),
         ("precision", told.precision),
-        ("global batch", f"{told.global_batch_size:,} sequences = {told.global_batch_tokens:,} tokens per step"),
-        ("sequence length", f"{told.seq_len:,} tokens"),
+        ("global batch", global_batch(told)),
+        ("sequence length", f"{told.seq_len:,} tokens" if told.seq_len else "not known: your trainer's own"),
         ("memory limit", limit),
         ("sampler", told.sampler),
         ("search ended", told.search_ended or ""),
