@@ -20,7 +20,8 @@ utils.device_module = SimpleNamespace(
     empty_cache=lambda: None,
 )
 
-from torchtitan.distributed import fsdp, utils as dist_utils  # noqa: E402
+from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models.common import config_utils  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 
