@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 # Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py)
+SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py ray_tune.py)
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
 # forms beside published runs and real trials; the samplers on simulated clusters, and what a suggestion costs.
 BENCHMARKS := overhead composed verdict prediction search suggest
@@ -16,7 +16,7 @@ CONFIGS_ALONE := torchtitan axolotl
 # What else torchtitan's own trainer needs. The test of it is marked `torchtitan`, which pyproject.toml deselects.
 OF_TORCHTITAN := triton datasets tensorboard
 # Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
-RANGE := 3.10:2.6.0 3.12:2.9.1
+RANGE := 3.10:2.7.1 3.12:2.9.1
 RANGE_HOME := .torch-range
 RANGE_PYTHONS ?= $(subst $(SPACE),:,$(foreach one,$(RANGE),$(CURDIR)/$(RANGE_HOME)/$(subst :,-torch,$(one))/bin/python))
 EMPTY :=
@@ -64,6 +64,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trials  # ranks may run on it
 
 benchmark: $(DEV)  ## each compares in one run and prints its tables; two hours in all, or BENCHMARKS="composed verdict"
 	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done

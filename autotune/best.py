@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import TRAINER, UNTOUCHED, WHOLE, Knobs
+from trials.record import TRAINER, WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -167,7 +167,7 @@ def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
     """Replaces best.yaml at once, so that a reader never sees half of it."""
-    warning = SIMULATED_HEADER if content["fingerprint"]["simulated"] else ""
+    warning = SIMULATED_HEADER if content["fingerprint"].get("simulated") else ""
     write_whole(path, HEADER + warning + yaml.safe_dump(content, sort_keys=False))
 
 
@@ -228,7 +228,10 @@ def _whole(settings: dict[str, Any]) -> dict[str, Any]:
 def left_to_the_trainer(best: dict[str, Any]) -> list[str]:
     """Knobs that the user's own command was not handed: nothing was measured of them."""
     settings = best["settings"]
-    return [] if settings["custom"] is None else [name for name in UNTOUCHED if settings[name] is None]
+    if settings["custom"] is None:
+        return []
+    filled_in = Knobs.from_dict(settings).to_dict()
+    return [name for name, value in filled_in.items() if value is not None and settings[name] is None]
 
 
 class _Part(BaseModel):

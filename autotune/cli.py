@@ -6,17 +6,22 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from autotune import __version__
+from autotune.commands.compare import compare
+from autotune.commands.cost import cost
+from autotune.commands.views import journal, tensorboard
+from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
 from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
+from autotune.scaling.command import scale
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
+from autotune.waterfall.command import waterfall
 
 SIMULATE = click.option(
     "--simulate",
@@ -66,6 +71,7 @@ def init(template: str, output: Path) -> None:
     help="Folder of an earlier run of this model, which the search is told of; may be given again. --resume keeps it.",
 )
 @click.option("--warm-start-other-model", "other_model", is_flag=True, help="Take it also if it is of another model.")
+@click.option("--waterfall", "explain", is_flag=True, help="Then take the gain apart, as `autotune waterfall` does.")
 @SIMULATE
 def run(
     job: str,
@@ -75,6 +81,7 @@ def run(
     resume: bool,
     warm_start: tuple[Path, ...],
     other_model: bool,
+    explain: bool,
     simulate: str | None,
 ) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
@@ -86,7 +93,7 @@ def run(
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
     _refuse_warm_starts(warm_start, Path(loaded.output), other_model)
-    _run(loaded, job, resume, simulate, [path.absolute() for path in warm_start], other_model)
+    _run(loaded, job, resume, simulate, [path.absolute() for path in warm_start], other_model, explain)
 
 
 @cli.command()
@@ -207,27 +214,38 @@ def _refuse_warm_starts(runs: tuple[Path, ...], output: Path, other_model: bool)
             )
 
 
-def _run(loaded: Any, name: str, resume: bool, simulate: str | None, warm_start: list[Path], other_model: bool) -> None:
+def _run(
+    loaded: Any,
+    name: str,
+    resume: bool,
+    simulate: str | None,
+    warm_start: list[Path],
+    other_model: bool,
+    explain: bool,
+) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.report.tables import print_best
     from autotune.run import Run
+    from autotune.waterfall.command import explained, show_waterfall
 
     def work(out: Path, runner: Any, screen: Any) -> Any:
-        return Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
+        found = Run(loaded, out, runner, screen, resume, warm_start, other_model).go()
+        return found, explained(loaded, out, found, runner, screen) if explain else None
 
-    def warm_start_again() -> str:
+    def options_again() -> str:
         from autotune.kept_warm_starts import has_kept
 
         options = "".join(f" --warm-start {_shown(path)}" for path in warm_start)
         options += " --warm-start-other-model" if other_model else ""
-        return "" if has_kept(Path(loaded.output)) else options
+        return ("" if has_kept(Path(loaded.output)) else options) + (" --waterfall" if explain else "")
 
-    result = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=warm_start_again)
+    result, made = _at_work(loaded, name, work, resume=resume, simulate=simulate, options=options_again)
     console, out = Console(highlight=False), Path(loaded.output).absolute()
     console.print()
     print_best(console, read_best(out))
+    show_waterfall(console, made, read_best(out))
     target = "command" if loaded.trainer is not None else loaded.export_for or "plain"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
@@ -260,10 +278,11 @@ def _at_work(
 
     from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
+    from autotune.runners import runner_of
 
     out = Path(loaded.output).absolute()
     shown = _shown(out)
-    open_runner, label = _runner(loaded, out, simulate)
+    open_runner, label = runner_of(loaded, out, simulate)
     screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
@@ -291,38 +310,26 @@ def _at_work(
             ) from error
 
 
-def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], Any], str]:
-    """What opens the runner, and the modelled cluster's name; empty for a real one.
-
-    Raises:
-        UserError: `simulate` describes no cluster, or none that the job can run on.
-    """
-    if simulate is None:
-        from autotune.cluster.runner import open_runner
-
-        return lambda: open_runner(loaded, out / "logs" / "ray.log"), ""
-    from autotune.simulate.cluster import parse_cluster
-    from autotune.simulate.runner import SimulatedRunner, last_end_s, make_world
-
-    cluster = parse_cluster(simulate)
-    world = make_world(loaded, cluster)
-    return lambda: nullcontext(SimulatedRunner(world, last_end_s(out / "history"))), str(cluster)
-
-
 @cli.command()
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--trial", type=int, help="Everything about one trial.")
-def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
+@click.option(
+    "--brief", is_flag=True, help="At most 12 plain lines: verdict, settings, where the time goes, what next."
+)
+def show(run_folder: Path, as_json: bool, trial: int | None, brief: bool) -> None:
     """Show a run's result and its trials."""
     from rich.console import Console
 
     from autotune.best import read_best
     from autotune.folder import latest_moved
     from autotune.history import History
+    from autotune.report.brief import brief_lines
     from autotune.report.tables import print_best, print_trial, print_trials
     from autotune.report.text import json_safe
 
+    if brief and (as_json or trial is not None):
+        raise UserError("--brief: it stands for itself", "leave out --json and --trial")
     rows, skipped = History(run_folder / "history").rows()
     for line in skipped:
         click.echo(f"skipped {printable(line)}", err=True)
@@ -338,6 +345,9 @@ def show(run_folder: Path, as_json: bool, trial: int | None) -> None:
     if as_json:
         content = {"trials": rows} | ({} if trial is not None else {"best": best})
         click.echo(json.dumps(json_safe(content), default=str))
+        return
+    if brief:
+        click.echo("\n".join(brief_lines(run_folder, best, rows)))
         return
     console = Console(highlight=False)
     if trial is not None:
@@ -370,23 +380,31 @@ class ExporterOption(click.Option):
     help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
 @click.option("--incomplete", is_flag=True, help="Take the best config so far of a run that has not ended.")
-def export(run_folder: Path, target: str, output: Path | None, incomplete: bool) -> None:
+@click.option("--confirmed", is_flag=True, help="Take what `autotune confirm` found to hold, on its number of ranks.")
+def export(run_folder: Path, target: str, output: Path | None, incomplete: bool, confirmed: bool) -> None:
     """Write the best config in a trainer's own format."""
     from rich.console import Console
 
     from autotune.export.command import export_run
     from autotune.report.export import print_exported
 
-    written = export_run(run_folder, target, output, incomplete)
+    written = export_run(run_folder, target, output, incomplete, confirmed)
     for path in written.paths:
         click.echo(f"wrote {path}")
-    print_exported(Console(highlight=False), written.best, written.exported)
+    print_exported(Console(highlight=False), written.best, written.exported, written.left)
     for warning in written.warnings:
         click.echo(printable(warning), err=True)
 
 
+cli.add_command(compare)
 cli.add_command(confirm)
+cli.add_command(cost)
+cli.add_command(journal)
+cli.add_command(tensorboard)
 cli.add_command(verify)
+cli.add_command(watch)
+cli.add_command(waterfall)
+cli.add_command(scale)
 
 
 def _refuse_foreign_packages() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from autotune.job_file import UNPARSABLE, load_job
 from trials.files import write_whole
 
 
+def lock_path(out: Path) -> Path:
+    """What the driver of the run in `out` holds locked."""
+    return out.with_name(f".{out.name}.lock")
+
+
 @contextlib.contextmanager
 def sole_driver(out: Path) -> Iterator[None]:
     """Holds the right to write to `out`; given back when this process ends, however it ends.
@@ -26,7 +32,7 @@ def sole_driver(out: Path) -> Iterator[None]:
         UserError: another driver holds it, or the folder's parent cannot be written.
     """
     try:
-        lock = FileLock(out.with_name(f".{out.name}.lock"))
+        lock = FileLock(lock_path(out))
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
@@ -40,6 +46,18 @@ def sole_driver(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def has_driver(out: Path) -> bool:
+    """Whether a driver on this host is at work in `out`. It is read from the kernel's list of locks: nothing is made,
+    and nobody is kept out meanwhile."""
+    try:
+        found = lock_path(out.absolute()).stat()
+    except OSError:
+        return False
+    name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    # `1: FLOCK  ADVISORY  WRITE 4242 fe:00:1234 0 EOF`
+    return any(name in line.split() for line in Path("/proc/locks").read_text().splitlines())
 
 
 def prepare_folder(out: Path, job: Job) -> Path | None:
@@ -76,7 +94,7 @@ def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
     path = out / "job.yaml"
     if not path.exists():
         raise UserError(f"{out}: no run there to resume", "start it without --resume")
-    then, now = (_leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
+    then, now = (leaves(j.model_dump(mode="json")) for j in (load_job(str(path)), job))
     different = [
         f"  {key}: was {then.get(key, 'absent')!r}, now {now.get(key, 'absent')!r}"
         for key in sorted(then.keys() | now.keys())
@@ -114,14 +132,17 @@ def _on(simulated: str) -> str:
     return f"on a simulated cluster ({simulated})" if simulated else "on a real cluster"
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-OWN_ENTRIES = frozenset({"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export"})
+OWN_ENTRIES = frozenset(
+    {"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export", "optuna.journal", "tensorboard"}
+)
 """All that a run leaves in its folder; a folder with anything else in it is somebody's, and is not touched."""
 
 HALF_WRITTEN = frozenset(f".{name}" for name in OWN_ENTRIES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from trials.breakdown import Breakdown
 from trials.files import write_whole
+from trials.record import Knobs
 
 SCHEMA_VERSION = 1
 
@@ -73,8 +74,16 @@ SCHEMA = pa.schema(
         ("study_id", pa.string()),
         ("trial", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm
-        ("round", pa.int32()),  # number of the interleaved round, in confirm too; null outside of rounds
+        ("stage", pa.string()),  # baseline, explore, finalist, round, endurance; measure; confirm; waterfall; scale
+        (
+            "round",
+            pa.int32(),
+        ),  # number of the interleaved round, in confirm, waterfall, scale too; null outside of rounds
+        (
+            "changes",
+            pa.list_(pa.string()),
+        ),  # of a waterfall: what this config takes from the winner, in order; else null
+        ("role", pa.string()),  # of a scaling: the config's, as best or baseline; else null
         ("spec_digest", pa.string()),  # equal where the same thing was measured
         ("started_at", _TIME),
         ("ended_at", _TIME),
@@ -177,13 +186,23 @@ class History:
         write_whole(path, whole.getvalue())
         return path
 
-    def rows(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """All attempts in order, and a line on each file that is not one (torn, foreign, of another version)."""
+    def file_names(self) -> set[str]:
+        return {path.name for path in self._files()}
+
+    def rows(self, without: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+        """All attempts in order, and a line on each file that is not one (torn, foreign, of another version).
+
+        Args:
+            without: names of files to leave out.
+        """
         rows: list[dict[str, Any]] = []
         skipped: list[str] = []
         for path in self._files():
+            if path.name in without:
+                continue
             try:
-                problem = _not_ours(pq.read_schema(path))
+                theirs = pq.read_schema(path)
+                problem = _not_ours(theirs)
                 # Read under our schema, whatever types the file claims; a column that it has not is null.
                 found = (
                     []
@@ -192,6 +211,8 @@ class History:
                 )
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
                 problem, found = f"unreadable: {(str(error).splitlines() or [''])[0]}", []
+            if not problem:
+                found = [_migrated(row, theirs) for row in found]
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
             rows.extend(found)
@@ -201,6 +222,25 @@ class History:
 
     def _files(self) -> Iterable[Path]:
         return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(Knobs)
+    if field.default is not dataclasses.MISSING and field.default is not None
+}
+
+
+def _migrated(row: dict[str, Any], theirs: pa.Schema) -> dict[str, Any]:
+    """A row as this version writes it. A knob that the file has no column for was not there to be set: it had the value
+    that leaves torch alone, which is its default."""
+    for column in ("knobs", "applied"):
+        knobs = row[column]
+        if knobs is None or column not in theirs.names:
+            continue
+        had = {field.name for field in theirs.field(column).type}
+        row[column] = knobs | {name: value for name, value in _DEFAULTS.items() if name not in had}
+    return row
 
 
 def _not_ours(schema: pa.Schema) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.cluster.gang import GangResult
 from autotune.cluster.runner import Runner
@@ -19,7 +19,7 @@ from autotune.job import Job
 from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
-from autotune.stages import CONFIRM, ENDURANCE, PROFILED_STAGES, SIDE_BY_SIDE, endurance_timeout_s, is_composed
+from autotune.stages import ENDURANCE, OF_A_RUN, PROFILED_STAGES, SCALE, SIDE_BY_SIDE, endurance_timeout_s, is_composed
 from autotune.trainer.order import TIMED_SHARE, make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
@@ -116,6 +116,8 @@ class Measurer:
     """Tokens/s per rank of the best config so far: a trial of the exploration that is faster is profiled."""
     predict: Callable[[Knobs], dict[str, float]] = lambda _: {}
     """The history's columns of what was predicted of a config."""
+    beside: Callable[[Knobs], dict[str, Any]] = lambda _: {}
+    """The history's columns of what a config is measured for."""
     keep_traces: bool = False
     """Of the profiled step, for Perfetto, in each trial's folder."""
     ends_at: float | None = None
@@ -145,8 +147,11 @@ class Measurer:
     def __post_init__(self) -> None:
         self._history = History(self.out / "history")
 
-    def recall(self) -> list[str]:
+    def recall(self, stages: Container[str] = OF_A_RUN) -> list[str]:
         """Takes in the history of the run's earlier life, and the orders that have no row in it.
+
+        Args:
+            stages: that are gone on with; a scaling is on the present number of ranks.
 
         Returns:
             A line on each file and row that says nothing of this study: unreadable, of another study, hostile.
@@ -159,8 +164,8 @@ class Measurer:
             except (ValueError, TypeError) as error:
                 skipped.append(f"trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
                 continue
-            if attempt.stage == CONFIRM:
-                continue  # on other ranks, and no part of what is resumed
+            if not self._goes_on(attempt.stage, row["world_size"], stages):
+                continue
             if row["study_id"] != self.study.study_id:
                 skipped.append(f"trial {row['trial']}: of another study, {row['study_id']}")
                 continue
@@ -180,7 +185,7 @@ class Measurer:
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
             try:
-                self._recall_order(path, recorded)
+                self._recall_order(path, recorded, stages)
             except (ValueError, TypeError, KeyError, OSError) as error:
                 skipped.append(f"{path.parent.name}/{path.name}: not an order of fsdp-autotune: {error}")
         self.leave_numbers_in_use()
@@ -190,11 +195,14 @@ class Measurer:
         """No later trial may overwrite one that has a file, be it one that was skipped."""
         self._next_trial = max(self._numbers_in_use(), default=-1) + 1
 
-    def _recall_order(self, path: Path, recorded: set[int]) -> None:
+    def _goes_on(self, stage: str, world_size: int, stages: Container[str]) -> bool:
+        return stage in stages and (stage != SCALE or world_size == self.study.world_size)
+
+    def _recall_order(self, path: Path, recorded: set[int], stages: Container[str]) -> None:
         spec = TrialSpec.from_json(path.read_text(encoding="utf-8"))
         if path.parent.name != f"trial-{spec.trial:04d}":
             raise ValueError(f"it is of trial {spec.trial}")
-        if spec.trial not in recorded and spec.knobs is not None:
+        if spec.trial not in recorded and spec.knobs is not None and self._goes_on(spec.stage, spec.world_size, stages):
             self._unfinished[spec.stage, spec.knobs, spec.round] = (spec.trial, 0)
 
     def _numbers_in_use(self) -> list[int]:
@@ -396,7 +404,8 @@ class Measurer:
             shutil.rmtree(flight.spec.checkpoint_dir, ignore_errors=True)  # what killed ranks left
         row = history_row(flight.spec, result, self.study, str(flight.folder.relative_to(self.out)))
         assert flight.spec.knobs is not None
-        row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs)) | self.predict(flight.spec.knobs)
+        row |= composed_beside(row, self._composed_step_s.get(flight.spec.knobs))
+        row |= self.predict(flight.spec.knobs) | self.beside(flight.spec.knobs)
         self._history.append(row)
         return attempt_from_row(row, self.study.limits)
 

@@ -13,7 +13,7 @@ from autotune.cluster.gang import GangResult
 from autotune.hardware import Peak
 from autotune.job import Job
 from autotune.search.study import Told
-from autotune.stages import BASELINE, BY_HAND, CONFIRM, ENDURANCE, FINALIST, ROUND, SIDE_BY_SIDE
+from autotune.stages import STAGES
 from autotune.trainer.counted import model_of
 from autotune.trainer.handed import untouched
 from trials.breakdown import Breakdown, pacing_rank
@@ -23,7 +23,6 @@ from trials.record import COMPOSED, SYNTHETIC, WHOLE, Knobs, RankReport, TrialSp
 from trials.timing import mean_step_s, t95
 
 GIB = 2**30
-STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, ROUND, ENDURANCE, BY_HAND, CONFIRM})
 EXECUTED = ("hardware_flops_per_token", "attention_recompute_flops_per_token")
 """What runs per token, and what of it is attention's backward computing its scores again."""
 MAX_TRIAL, MAX_ATTEMPT = 10**7, 10**3

@@ -169,7 +169,7 @@ class SearchSpace:
             own = tuple((name.removeprefix(OWN), values[name]) for name in sorted(self._own))
             values = {name: value for name, value in values.items() if name not in self._own}
         knobs = Knobs(**(unset | values | {"custom": own, "grad_accum_steps": 1, "blocks_per_unit": 1}))
-        return self.canonical(replace(knobs, grad_accum_steps=self.accumulation(knobs)))
+        return self.completed(knobs)
 
     def knows(self, custom: Custom | None) -> bool:
         """Whether a config's own knobs are those of this space, with its values."""
@@ -177,6 +177,10 @@ class SearchSpace:
             return custom is None and self._own is None
         own: dict[str, str] = {OWN + name: value for name, value in custom}
         return own.keys() == self._own.keys() and all(value in self._own[name] for name, value in own.items())
+
+    def completed(self, knobs: Knobs) -> Knobs:
+        """With the accumulation of the global batch, in the one spelling of its effect."""
+        return self.canonical(replace(knobs, grad_accum_steps=self.accumulation(knobs)))
 
     def accumulation(self, knobs: Knobs) -> int:
         """Micro-steps that make the global batch out of a config's micro-batches."""

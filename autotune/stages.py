@@ -14,14 +14,21 @@ BY_HAND = "measure"
 """The stage of `autotune measure`."""
 CONFIRM = "confirm"
 """The stage of `autotune confirm`, on the real run's number of ranks."""
-PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND})
+WATERFALL = "waterfall"
+"""The stage of `autotune waterfall`: what lies between the baseline and the winner, change by change."""
+SCALE = "scale"
+"""The stage of `autotune scale`, on several numbers of ranks."""
+OF_A_RUN = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, ROUND, ENDURANCE, BY_HAND})
+"""What a run that is resumed goes on with; the other stages come after its end, some of them on other ranks."""
+STAGES = OF_A_RUN | {CONFIRM, WATERFALL, SCALE}
+PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND, SCALE})
 """Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
 stay free of it."""
 
 
 def is_composed(measure: MeasureSettings, knobs: Knobs, stage: str) -> bool:
     """Whether a trial runs short steps, and puts the time of a whole one together (`trials.composed`)."""
-    return stage == SIDE_BY_SIDE and knobs.grad_accum_steps > measure.compose_above
+    return stage in (SIDE_BY_SIDE, SCALE) and knobs.grad_accum_steps > measure.compose_above
 
 
 def endurance_timeout_s(measure: MeasureSettings) -> float:

@@ -52,9 +52,42 @@ def compare(candidate: Sequence[float], baseline: Sequence[float]) -> Verdict:
     if min(*candidate, *baseline) <= 0:
         raise ValueError("throughputs must be positive")
     logs = [math.log(a / b) for a, b in zip(candidate, baseline, strict=True)]
-    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.fmean(logs)
     return Verdict(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+@dataclass(frozen=True)
+class UnpairedRatio:
+    """Of the throughputs of two configs whose runs are no pairs."""
+
+    ratio: float
+    low: float
+    high: float
+    """95 % interval."""
+
+
+def welch(ours: Sequence[float], theirs: Sequence[float]) -> UnpairedRatio:
+    """The ratio of two throughputs from runs that are no pairs; Welch's interval on logs, of unequal variances.
+
+    Degrees of freedom by Welch and Satterthwaite (B. L. Welch, Biometrika 34, 1947).
+
+    Raises:
+        ValueError: fewer than two runs of one, or a throughput that is not positive.
+    """
+    if min(len(ours), len(theirs)) < 2:
+        raise ValueError("an interval needs at least two runs of each")
+    if min(*ours, *theirs) <= 0:
+        raise ValueError("throughputs must be positive")
+    logs = [[math.log(rate) for rate in rates] for rates in (ours, theirs)]
+    mean = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    errors = [statistics.variance(log) / len(log) for log in logs]
+    total = sum(errors)
+    half = 0.0
+    if total > 0:
+        freedom = total**2 / sum(error**2 / (len(log) - 1) for error, log in zip(errors, logs, strict=True))
+        half = t_quantile(freedom) * math.sqrt(total)
+    return UnpairedRatio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 @dataclass(frozen=True)
@@ -83,11 +116,12 @@ def spread(rates: Sequence[float]) -> Spread:
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return Spread(math.exp(mean), None, None, len(logs))
-    half = _t_quantile(len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+    half = t_quantile(len(logs) - 1) * statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
     return Spread(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
-def _t_quantile(degrees_of_freedom: int) -> float:
+def t_quantile(degrees_of_freedom: float) -> float:
+    """Student's t, of a two-sided interval of CONFIDENCE."""
     from scipy.special import stdtrit  # scipy.stats has the same, and takes a second to import
 
     return float(stdtrit(degrees_of_freedom, 0.5 + CONFIDENCE / 2))

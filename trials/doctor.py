@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trials import machine
+from trials.collectives import all_gather_single
 from trials.facts import GIB, MIB, Gpu, TorchFacts
 from trials.machine import cpu_name
 from trials.survey import device_facts
@@ -40,7 +41,7 @@ def torch_facts() -> TorchFacts:
             problem = str(error).splitlines()[0]
     build = f"cuda {torch.version.cuda}" if torch.version.cuda else f"hip {torch.version.hip or ''}"
     on_gpu = device_facts("cuda") if gpus else {"driver_version": "", "nccl_version": ""}
-    capabilities = torch.cpu.get_capabilities()
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not every torch has it
     return TorchFacts(
         version=torch.__version__,
         gpu_build=build if torch.version.cuda or torch.version.hip else "",
@@ -93,7 +94,7 @@ def all_gather(unit_mib: float, device: str, slowest: Callable[[float], float]) 
     for _ in range(NUM_GATHERS + 2):
         slowest(0.0)  # all ranks begin at once
         started = time.perf_counter()
-        dist.all_gather_single(whole, part)
+        all_gather_single(whole, part)
         _synchronize(device)
         times_s.append(slowest(time.perf_counter() - started))
     received = whole.nbytes * (world_size - 1) / world_size

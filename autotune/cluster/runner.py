@@ -163,9 +163,9 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
     """
     check_interpreter(job.cluster)
     with ray_session(job.cluster.address, job.cluster.ranks_per_node, ray_log):
-        device = _device(job)
+        device = device_of(job)
         if device == "cpu" and job.cluster.address == "local":
-            _refuse_a_crowd(job.cluster.ranks_per_node)
+            refuse_a_crowd(job.cluster.ranks_per_node)
         runner = SlotRunner(job, device)
         try:
             yield runner
@@ -173,7 +173,7 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
             runner.close()
 
 
-def _refuse_a_crowd(ranks: int) -> None:
+def refuse_a_crowd(ranks: int) -> None:
     """Ray would believe any number of CPUs. Two ranks on one CPU are let through: that shows how all works."""
     cpus = os.cpu_count() or 1
     if ranks > max(2, cpus):
@@ -183,7 +183,7 @@ def _refuse_a_crowd(ranks: int) -> None:
         )
 
 
-def _device(job: Job) -> str:
+def device_of(job: Job) -> str:
     if job.cluster.device != "auto":
         return job.cluster.device
     import ray

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.job import Job, divisors
-from autotune.job_file import UNPARSABLE, load_job
-from autotune.survey import FILE_NAME as STUDY_FILE
+from autotune.job_file import load_job
+from autotune.loaded import read_study_file
 from trials.record import Knobs
 
 BEST, FALLBACK, BASELINE = "best", "fallback", "baseline"
@@ -22,22 +22,14 @@ MAY_CHANGE = ("cluster", "measure", "data.source")
 """Sections and keys of the job that are where it is measured and how long, not what."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class TunedModel(_Part):
+class TunedModel(BaseModel):
     """What tells one model from another."""
 
-    num_params: int
+    model_config = ConfigDict(strict=True)
+
+    num_params: int | None
+    """None: of a trainer's own model, which the job does not declare."""
     flops_per_token: float | None
-
-
-class _Study(_Part):
-    study_id: str
-    world_size: int
-    simulated: str = ""
-    model: TunedModel
 
 
 @dataclass(frozen=True)
@@ -75,14 +67,14 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         UserError: no run there that has ended; one that was simulated, or not, as it is now; a number of ranks that
             does not divide the batch, or that whole nodes do not make; an override of what was tuned.
     """
-    content, study = read_best(run), _read_study(run)
+    content, study = read_best(run), read_study_file(run)
     if not content["complete"]:
         raise UserError(
             f"{run}: its run has not ended, so nothing was chosen that could be confirmed",
             f"let it end first: autotune run {run / 'job.yaml'} --resume",
         )
     _refuse_another_world(run, study.simulated, simulate)
-    _refuse_other_keys(overrides)
+    refuse_other_keys(overrides)
     as_tuned = load_job(str(run / "job.yaml"), overrides)
     ranks = num_ranks or as_tuned.batch.target_world_size
     settings = {BEST: content["settings"], BASELINE: content["baseline"]["settings"]}
@@ -90,7 +82,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         settings[FALLBACK] = content["fallback"]["settings"]
     found = {role: Knobs.from_dict(settings[role]) for role in (BEST, FALLBACK, BASELINE) if role in settings}
     contenders = _on_ranks(found, as_tuned.global_batch_size, ranks)
-    nodes, per_node = _nodes(as_tuned, ranks)
+    nodes, per_node = nodes_for(as_tuned, ranks)
     job = load_job(
         str(run / "job.yaml"),
         (
@@ -109,18 +101,10 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
         job=job,
         contenders=contenders,
         study_id=study.study_id,
-        model=study.model,
+        model=TunedModel(num_params=study.model.num_params, flops_per_token=study.model.flops_per_token),
         tuned_world_size=study.world_size,
         simulated=study.simulated,
     )
-
-
-def _read_study(run: Path) -> _Study:
-    path = run / STUDY_FILE
-    try:
-        return _Study.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (*UNPARSABLE, ValidationError, OSError) as error:
-        raise UserError(f"{path}: not a study.yaml of fsdp-autotune: {error}", "is it the folder of a run?") from error
 
 
 def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> None:
@@ -135,12 +119,17 @@ def _refuse_another_world(run: Path, simulated: str, simulate: str | None) -> No
         )
 
 
-def _refuse_other_keys(overrides: tuple[str, ...]) -> None:
+def refuse_other_keys(overrides: tuple[str, ...]) -> None:
+    """Refuses overrides of what was tuned.
+
+    Raises:
+        UserError: a key that is none of MAY_CHANGE.
+    """
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == known or key.startswith(f"{known}.") for known in MAY_CHANGE):
             raise UserError(
-                f"--set {override}: that would confirm something else than what was tuned",
+                f"--set {override}: that would measure something else than what was tuned",
                 f"what can be changed here: {', '.join(MAY_CHANGE)}; the number of ranks by --ranks",
             )
 
@@ -150,27 +139,38 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
 
     A fallback that does not divide is left out; and the best where it is the baseline.
     """
-    needed = [knobs.micro_batch_size for role, knobs in found.items() if role != FALLBACK]
-    able = [n for n in divisors(global_batch_size) if not any(global_batch_size // n % micro for micro in needed)]
+    needed = [knobs for role, knobs in found.items() if role != FALLBACK]
+    parted = math.lcm(*(knobs.model_parallel_ranks for knobs in needed))
+    able = [
+        n * parted
+        for n in divisors(global_batch_size)
+        if all(accumulation(knobs, global_batch_size, n * parted) for knobs in needed)
+    ]
     if ranks not in able:
         raise UserError(
             f"{ranks} ranks: a global batch of {global_batch_size} sequences in micro-batches of "
-            f"{' and '.join(str(micro) for micro in dict.fromkeys(needed))} does not divide over them; "
-            "nothing is rounded",
+            f"{' and '.join(str(micro) for micro in dict.fromkeys(k.micro_batch_size for k in needed))} does not "
+            "divide over them; nothing is rounded",
             f"numbers of ranks that it divides over: {', '.join(map(str, able))}",
         )
-    per_rank = global_batch_size // ranks
     on_ranks = {
-        role: replace(knobs, grad_accum_steps=per_rank // knobs.micro_batch_size)
+        role: replace(knobs, grad_accum_steps=steps)
         for role, knobs in found.items()
-        if per_rank % knobs.micro_batch_size == 0
+        if (steps := accumulation(knobs, global_batch_size, ranks))
     }
     if on_ranks[BEST] == on_ranks[BASELINE]:
         del on_ranks[BEST]
     return on_ranks
 
 
-def _nodes(job: Job, ranks: int) -> tuple[int, int]:
+def accumulation(knobs: Knobs, global_batch_size: int, ranks: int) -> int:
+    """Micro-steps that make exactly the global batch on so many ranks; 0: none do."""
+    sequences = global_batch_size * knobs.model_parallel_ranks
+    steps, left = divmod(sequences, ranks * knobs.micro_batch_size)
+    return 0 if left else steps
+
+
+def nodes_for(job: Job, ranks: int) -> tuple[int, int]:
     """Nodes, and ranks on each. One machine is one node; of a cluster, nodes are filled as they were in tuning."""
     per_node = job.cluster.ranks_per_node
     if job.cluster.address == "local" or ranks < per_node:

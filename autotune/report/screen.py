@@ -37,7 +37,7 @@ class Screen(Protocol):
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None: ...
 
 
-def make_screen(console: Console) -> Screen:
+def make_screen(console: Console) -> LiveScreen | LineScreen:
     return LiveScreen(console) if console.is_terminal else LineScreen(console)
 
 

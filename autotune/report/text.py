@@ -91,6 +91,8 @@ def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
         shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]
         parts = [f"{part} {percent(share)}" for part, share in shares if share is not None and share >= LEAST_SHOWN]
         lines.append(f"A step of {name}: {', '.join(parts)}")
+    elif figures.get("bottlenecks"):
+        lines.append(f"What bounds {name}:")
     lines.extend(f"  {finding_line(finding)}" for finding in figures.get("bottlenecks") or [])
     return [printable(line) for line in lines]
 

@@ -49,7 +49,7 @@ def export_command(run: Path, best: Best) -> Exported:
     started = [
         "Start it once a node, with NNODES, NODE_RANK, NPROC, MASTER_ADDR and MASTER_PORT set (default: one node)."
     ]
-    head = comment([*header(best, f"Tuned command of {job.trainer.command[0]}", {}), "", *started, *said])
+    head = comment([*header(best, f"The tuned command of {run.name}", {}), "", *started, *said])
     lines = [f"export {name}={_quoted(text, job, best)}" for name, text in job.trainer.env.items()]
     script = "\n".join(["#!/bin/sh", head.rstrip(), *lines, f'exec {_command(job, job.trainer, best)} "$@"', ""])
     in_knobs = {name: need for name, need in lost.items() if name in KNOBS}

@@ -8,16 +8,21 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import trials
+from autotune.cli import cli
 from autotune.cluster.agent import NodeAgent
 from autotune.cluster.interpreter import interpreter_of
 from autotune.job import Job
 from autotune.measuring import make_spec
 from tests.clients.agents import COMMAND, TORCHRUN, Here, client_job, order_of, run_trial
+from tests.clients.test_command import SCRIPT
+from tests.unit.conftest import make_job, make_space
 from trials.outcome import Outcome
 
 PYTHONS = [path for path in os.environ.get("RANGE_PYTHONS", "").split(os.pathsep) if path]
@@ -45,13 +50,13 @@ def test_there_is_something_to_test() -> None:
 
 
 def test_every_file_of_trials_is_read_by_that_python(python: str) -> None:
-    folder = Path(trials.__file__).parent
-    code = f"import pathlib\nfor path in pathlib.Path({str(folder)!r}).rglob('*.py'): compile(path.read_text(), path, 'exec')"
-    subprocess.run([python, "-c", code], check=True)
+    paths = [str(path) for path in Path(trials.__file__).parent.rglob("*.py")]
+    code = "import sys\nfor path in sys.argv[1:]: compile(open(path).read(), path, 'exec')"
+    subprocess.run([python, "-c", code, *paths], check=True)
 
 
-def test_ours_is_not_installed_there(python: str) -> None:
-    done = subprocess.run([python, "-c", "import autotune"], check=False, capture_output=True, text=True)
+def test_ours_is_not_installed_there(python: str, tmp_path: Path) -> None:
+    done = subprocess.run([python, "-c", "import autotune"], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert "ModuleNotFoundError" in done.stderr
 
 
@@ -79,6 +84,26 @@ def test_a_command_is_measured_and_read_back_there(
 
 
 def test_running_out_of_memory_is_told_there(python: str, agent: NodeAgent, tmp_path: Path) -> None:
-    job = range_job(python, memory_limit_gib=0.02)
+    (tmp_path / "train.py").write_text(
+        SCRIPT + "kept = []\nwhile True:\n    step()\n    kept.append(torch.zeros(2**24))\n"
+    )
+    job = range_job(python, ["python", "{probe}", str(tmp_path / "train.py")], memory_limit_gib=0.25)
     result = run_trial(order_of(job), tmp_path, agent)
     assert result.outcome is Outcome.OOM_DEVICE, result.reason
+
+
+def test_a_built_in_model_is_measured_there(python: str, agent: NodeAgent, tmp_path: Path) -> None:
+    cluster = {"ranks_per_node": 2, "device": "cpu", "python": python}
+    job = make_job(cluster=cluster, measure={"warmup_steps": 1, "min_steps": 2, "max_steps": 2})
+    knobs = replace(make_space().baseline, bucket_cap_mb=1.41, activation_checkpointing="selective_op")
+    result = run_trial(make_spec(job, Here(), knobs, "baseline", 0), tmp_path, agent)  # type: ignore[arg-type]
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.reports[0].num_steps >= 2
+
+
+def test_doctor_runs_that_python_and_prints_its_versions(python: str, tmp_path: Path) -> None:
+    job = range_job(python)
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    done = CliRunner().invoke(cli, ["doctor", str(tmp_path / "job.yaml")], env={"COLUMNS": "1000"})
+    assert done.exit_code == 0, done.output
+    assert f"{python}: " in done.output

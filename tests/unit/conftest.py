@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+from click.testing import CliRunner
 
 from autotune.canonical import Facts
+from autotune.cli import cli
 from autotune.job import Job
 from autotune.job_file import validate
 from autotune.space import SearchSpace
@@ -53,3 +56,14 @@ def space() -> SearchSpace:
 @pytest.fixture
 def baseline(space: SearchSpace) -> Knobs:
     return space.baseline
+
+
+@pytest.fixture(scope="session")
+def simulated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on a modelled cluster, with a winner; not to be changed."""
+    out = tmp_path_factory.mktemp("simulated") / "run"
+    options = ["--set", "measure.rounds=3", "--set", "cluster.nodes_per_trial=8", "--trials", "6"]
+    cluster = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3'"
+    arguments = ["run", "llama3-8b", "--simulate", cluster, "--output", str(out), *options]
+    CliRunner().invoke(cli, arguments, standalone_mode=False, catch_exceptions=False)
+    return out

@@ -9,7 +9,10 @@ import pytest
 from rich.console import Console
 
 from autotune.best import read_best, to_exportable
+from autotune.confirm.measuring import Found, confirm
+from autotune.confirm.tuned import read_tuned
 from autotune.errors import UserError
+from autotune.folder import prepare_folder
 from autotune.history import History
 from autotune.job import Job
 from autotune.report.tables import print_best, print_trials
@@ -123,6 +126,37 @@ def test_what_was_not_handed_over_is_no_advice_in_an_export(tmp_path: Path) -> N
     best = to_exportable(read_best(tmp_path))
     assert isinstance(best.knobs, Knobs)
     assert any("Left to your own trainer" in line and "activation_checkpointing" in line for line in best.evidence)
+
+
+def test_a_tuned_command_is_confirmed_on_other_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    prepare_folder(out, job())
+    study(out)
+    tuned = read_tuned(out, 1, ("measure.rounds=3",), None)
+    runner = Trainers(rate, NOT_DECLARED | {"data": "your trainer's own", "cpus_allowed": 2})
+    runner.world_size = 1
+    notes: list[Found] = []
+    confirm(tuned, runner, Silent(), out / "logs" / "confirm", 1e6, notes.append)
+    decision = notes[-1].decision
+    assert decision is not None and decision["held"] == "best"
+    assert decision["settings"]["custom"] == {"float8": "rowwise"}
+    assert {(spec.world_size, spec.knobs.grad_accum_steps) for spec in runner.specs if spec.knobs} == {(1, 2), (1, 4)}
+
+
+def test_ranks_that_share_a_model_are_one_data_parallel_rank(tmp_path: Path) -> None:
+    trainer = {"command": [*COMMAND, "{tp}"], "custom": {"tp": [2, 1]}}
+    batch = {"global_batch_size": 16, "target_world_size": 4}
+    parallel = trainer_job(trainer, batch=batch, space={"micro_batch_size": [2]}, baseline={"micro_batch_size": 2})
+    prepare_folder(tmp_path / "run", parallel)
+    runner = Trainers(lambda _: 100.0, NOT_DECLARED | {"data": "your trainer's own", "cpus_allowed": 2})
+    Run(parallel, tmp_path / "run", runner, Silent()).go()
+    tuned = read_tuned(tmp_path / "run", 4, (), None)
+    accumulation = {(dict(k.custom or ())["tp"], k.grad_accum_steps) for k in tuned.contenders.values()}
+    assert accumulation == {("2", 4), ("1", 2)}
+    best = to_exportable(read_best(tmp_path / "run"))
+    assert best.global_batch_size == 16
+    with pytest.raises(UserError, match=r"divides over: 2, 4, 8$"):
+        read_tuned(tmp_path / "run", 3, (), None)
 
 
 def test_a_modelled_cluster_runs_no_command() -> None:
