@@ -13,7 +13,7 @@ BENCHMARKS := overhead composed verdict prediction search suggest
 # dependencies, which are gigabytes.
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
-# What else torchtitan's own trainer needs; the tests of it are marked, and deselected elsewhere (pyproject.toml).
+# What else torchtitan's own trainer needs. The test of it is marked `torchtitan`, which pyproject.toml deselects.
 OF_TORCHTITAN := triton datasets tensorboard
 # Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
 RANGE := 3.10:2.7.1 3.12:2.9.1
@@ -46,8 +46,8 @@ test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, 
 test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
 	$(PYTEST) tests/clients $(OF_TRAINERS)
 
-test-torchtitan: $(TORCHTITAN)  ## torchtitan's debug model under the probe, on two GPUs, or with a shim on CPUs; a gigabyte more
-	$(BIN)/python -m pytest -m torchtitan tests/clients/test_torchtitan.py
+test-torchtitan: $(TORCHTITAN)  ## torchtitan's own trainer under the probe, on two GPUs, or with a shim on CPUs; a gigabyte more
+	$(BIN)/python -m pytest -m '' tests/clients/test_torchtitan.py tests/export/test_torchtitan.py
 
 test-torch-range: $(DEV) $(foreach one,$(RANGE),$(RANGE_HOME)/$(subst :,-torch,$(one))/.installed)  ## ranks under other Pythons and torches than the driver's; needs those Pythons
 	RANGE_PYTHONS='$(RANGE_PYTHONS)' $(PYTEST) tests/torch_range
