@@ -120,6 +120,8 @@ def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> l
         said.append(f"Everything: a modelled cluster stood in for a real one ({study.simulated}).")
     if study.peak.tflops_per_s is None:
         said.append(f"MFU and HFU: {study.peak.source}. `cluster.peak_tflops_per_s` of the job gives a peak.")
+    elif run.job.trainer is not None:
+        said.append("HFU: what your own trainer computes again is not counted.")
     elif study.model.flops_per_token is None:
         said.append("MFU and HFU: the model's FLOPs are not known.")
     if study.achievable_tflops_per_s is None:

@@ -164,7 +164,7 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("driver", ", ".join(told.driver_versions)),
         ("NCCL", ", ".join(told.nccl_versions)),
         ("attention kernel", ", ".join(told.attention_backends)),
-        ("model", f"{told.workload}; {_params(told.num_params)}, {told.num_blocks} blocks"),
+        ("model", _model(told)),
         ("data", told.data),
         ("precision", told.precision),
         ("global batch", global_batch(told)),
@@ -178,6 +178,12 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("report written by", f"fsdp-autotune {told.autotune_version}"),
     ]
     return [(name, printable(value)) for name, value in rows if value]
+
+
+def _model(told: Environment) -> str:
+    if not told.num_params:
+        return f"{told.workload}; its trials count its parameters"
+    return f"{told.workload}; {_params(told.num_params)}, {told.num_blocks} blocks"
 
 
 def _params(number: int) -> str:
