@@ -113,17 +113,21 @@ def _seen(run: LoadedRun, column: str) -> list[str]:
     return sorted({attempt.row[column] for attempt in run.attempts if attempt.row.get(column)})
 
 
+def _of_mfu(run: LoadedRun) -> list[str]:
+    study = run.study
+    if study.peak.tflops_per_s is None:
+        return [f"MFU and HFU: {study.peak.source}. `cluster.peak_tflops_per_s` of the job gives a peak."]
+    if run.job.trainer is not None:
+        return ["HFU: what your own trainer computes again is not counted."]
+    return [] if study.model.flops_per_token is not None else ["MFU and HFU: the model's FLOPs are not known."]
+
+
 def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> list[str]:
     """What a reader might take for measured, and was not; each with what measures it, if something does."""
     said, best, study = [], run.best, run.study
     if study.simulated:
         said.append(f"Everything: a modelled cluster stood in for a real one ({study.simulated}).")
-    if study.peak.tflops_per_s is None:
-        said.append(f"MFU and HFU: {study.peak.source}. `cluster.peak_tflops_per_s` of the job gives a peak.")
-    elif run.job.trainer is not None:
-        said.append("HFU: what your own trainer computes again is not counted.")
-    elif study.model.flops_per_token is None:
-        said.append("MFU and HFU: the model's FLOPs are not known.")
+    said += _of_mfu(run)
     if study.achievable_tflops_per_s is None:
         said.append("The rate that a rank reaches in the model's matmuls: `cluster.calibrate_peak: true` asks for it.")
     target = run.job.batch.target_world_size
