@@ -130,7 +130,7 @@ def test_a_simulated_run_is_taken_apart_and_scaled_beyond_what_is_here(tmp_path:
     assert "Waterfall, SIMULATED" in done.stdout
     assert {row["simulated"] for row in rows_of(tmp_path / "run", "waterfall")} == {True}
     assert "was simulated" in autotune("scale", "run", "--ranks", "8", cwd=tmp_path).stderr
-    ranks = ("--simulate", cluster, "--ranks", "8,32", "--repeats", "2")
+    ranks = ("--simulate", cluster, "--ranks", "8,32", "--repeats", "2", "--mode", "strong")
     done = autotune("scale", "run", *ranks, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for part in (
