@@ -82,7 +82,7 @@ def start(folder: Path, words: list[str], **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_hears_sigint,
+        preexec_fn=_hears_sigint,  # noqa: PLW1509 (nothing here has threads)
     )
 
 
