@@ -115,6 +115,7 @@ def read_back(model: ShardedModel) -> dict[str, Any]:
     return found | {
         "activation_checkpointing": read_checkpointing(model.blocks),
         "compile": one_of({block._compiled_call_impl is not None for block in model.blocks}),
+        "custom": None,  # knobs of a user's own trainer, which this is not
     }
 
 

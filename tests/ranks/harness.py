@@ -47,11 +47,6 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def readable(knobs: Knobs) -> dict[str, Any]:
-    """Those that a rank of ours reads back: all but the knobs of a user's own trainer."""
-    return {name: value for name, value in knobs.to_dict().items() if name != "custom"}
-
-
 def rank_env(rank: int, world_size: int, port: int, num_threads: int = 1) -> dict[str, str]:
     """What torchrun sets, for ranks of one host."""
     return {

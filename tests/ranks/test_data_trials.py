@@ -11,7 +11,7 @@ from trials import data
 from trials.outcome import Outcome
 from trials.record import Measure
 
-from .harness import TINY, make_spec, readable
+from .harness import TINY, make_spec
 from .sources import FORMATS, VOCAB_SIZE
 from .test_misapplied import ASKED, NO_WORKERS
 
@@ -28,7 +28,7 @@ def run(ranks, section, **changes):
     spec = trial(section, dataclasses.replace(ASKED, **asked))
     gang = ranks.run(spec)
     assert gang.outcome is Outcome.OK, str(gang)
-    assert gang.reports[0].applied == readable(spec.knobs)
+    assert gang.reports[0].applied == spec.knobs.to_dict()
     return gang.reports[0].losses
 
 

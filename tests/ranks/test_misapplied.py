@@ -9,7 +9,7 @@ import pytest
 from trials.outcome import EXIT_FAILED, Outcome
 from trials.record import Knobs
 
-from .harness import HERE, TINY, make_spec, readable
+from .harness import HERE, TINY, make_spec
 
 ASKED = Knobs(
     micro_batch_size=2,
@@ -145,7 +145,7 @@ def test_the_same_run_without_sabotage_is_ok(ranks, text_folder, asked):
     assert gang.exit_codes == [0, 0]
     for report in gang.reports:
         assert (report.outcome, report.phase, report.reason) == ("ok", "done", "")
-        assert report.applied == readable(spec.knobs)
+        assert report.applied == spec.knobs.to_dict()
         assert report.num_steps == sum(report.block_steps) >= spec.measure.min_steps
         assert report.micro_batch_tokens == 2 * spec.seq_len
     assert gang.reports[0].losses == gang.reports[1].losses
