@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 # Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py)
+SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py ray_tune.py scale.py)
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
 # forms beside published runs and real trials; the samplers on simulated clusters, and what a suggestion costs.
 BENCHMARKS := overhead composed verdict prediction search suggest
@@ -13,12 +13,21 @@ BENCHMARKS := overhead composed verdict prediction search suggest
 # dependencies, which are gigabytes.
 OF_TRAINERS := $(addprefix tests/export/test_,lightning.py lightning_run.py deepspeed.py torchtitan.py axolotl.py)
 CONFIGS_ALONE := torchtitan axolotl
+# What else torchtitan's own trainer needs. The test of it is marked `torchtitan`, which pyproject.toml deselects.
+OF_TORCHTITAN := triton datasets tensorboard
+# Python:torch of environments that ranks are tested in besides the driver's own; gigabytes, where pip has no CPU build.
+RANGE := 3.10:2.7.1 3.12:2.9.1
+RANGE_HOME := .torch-range
+RANGE_PYTHONS ?= $(subst $(SPACE),:,$(foreach one,$(RANGE),$(CURDIR)/$(RANGE_HOME)/$(subst :,-torch,$(one))/bin/python))
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients-installed
+TORCHTITAN := $(VENV)/.torchtitan-installed
 BROWSER := $(VENV)/.browser-installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-browser test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torchtitan test-torch-range test-browser test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -41,6 +50,17 @@ test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transf
 test-browser: $(BROWSER)  ## the report's page in Debian's chromium (apt-get install chromium chromium-driver)
 	$(BIN)/python -m pytest tests/browser
 
+test-torchtitan: $(TORCHTITAN)  ## torchtitan's own trainer under the probe, on two GPUs, or with a shim on CPUs; a gigabyte more
+	$(BIN)/python -m pytest -m '' tests/clients/test_torchtitan.py tests/export/test_torchtitan.py
+
+test-torch-range: $(DEV) $(foreach one,$(RANGE),$(RANGE_HOME)/$(subst :,-torch,$(one))/.installed)  ## ranks under other Pythons and torches than the driver's; needs those Pythons
+	RANGE_PYTHONS='$(RANGE_PYTHONS)' $(PYTEST) tests/torch_range
+
+$(RANGE_HOME)/%/.installed:
+	python$(firstword $(subst -torch, ,$*)) -m venv $(RANGE_HOME)/$*
+	$(RANGE_HOME)/$*/bin/python -m pip install --quiet torch==$(lastword $(subst -torch, ,$*)) numpy
+	touch $@
+
 test-gpu: $(DEV)  ## on a machine with a GPU (make the environment with a torch for it); under 8 minutes
 	$(BIN)/python -m pytest tests/gpu
 
@@ -48,6 +68,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 trials  # ranks may run on it
 
 benchmark: $(DEV)  ## each compares in one run and prints its tables; two hours in all, or BENCHMARKS="composed verdict"
 	for name in $(BENCHMARKS); do $(BIN)/python -m tests.benchmarks.$$name || exit 1; done
@@ -70,9 +91,13 @@ $(CLIENTS): $(DEV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(CONFIGS_ALONE)
 	touch $@
 
+$(TORCHTITAN): $(CLIENTS)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(OF_TORCHTITAN)
+	touch $@
+
 $(BROWSER): $(DEV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,browser-test]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RANGE_HOME) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

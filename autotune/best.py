@@ -19,7 +19,7 @@ from autotune.rows import Attempt, Limits, Study
 from autotune.verdict import CONFIDENCE, Verdict
 from trials.breakdown import FRACTIONS
 from trials.files import write_whole
-from trials.record import WHOLE, Knobs
+from trials.record import TRAINER, WHOLE, Knobs
 
 HEADER = """\
 # Written by fsdp-autotune. Throughput is per rank; memory is per rank, worst rank; MFU and HFU are fractions.
@@ -109,15 +109,15 @@ def best_content(
     return {
         "complete": complete,
         "verdict": verdict.sentence() if verdict else no_verdict,
-        "settings": best.attempt.knobs.to_dict(),
+        "settings": study.told(best.attempt.knobs),
         "training": {
             "precision": job.training.precision,
             "reduce_dtype": best.attempt.knobs.reduce_dtype or "fp32",
             "target_world_size": job.batch.target_world_size,
             "global_batch_size": job.global_batch_size,
-            "seq_len": job.model.seq_len,
+            "seq_len": job.seq_len,
         },
-        "data": {"source": job.data.source, "loader_measured": not job.data.is_synthetic},
+        "data": {"source": job.data.source if job.data else TRAINER, "loader_measured": job.loader_measured},
         "evidence": best.to_dict(study.limits),
         "gain": (
             {
@@ -126,18 +126,18 @@ def best_content(
                 "high": verdict.high,
                 "confidence": CONFIDENCE,
                 "num_paired_rounds": verdict.num_rounds,
-                "settings": candidate.to_dict(),
+                "settings": study.told(candidate),
             }
             if verdict and candidate
             else None
         ),
         "endurance": endurance,
-        "baseline": _with_settings(baseline, study.limits),
-        "fallback": _with_settings(fallback, study.limits) if fallback else None,
+        "baseline": _with_settings(baseline, study),
+        "fallback": _with_settings(fallback, study) if fallback else None,
         "warm_start": warm_start,
         "conventions": {
-            "flops_convention": study.model.flops_convention,
-            "flops_per_token": study.model.flops_per_token,
+            "flops_convention": row.get("flops_convention") or study.model.flops_convention,
+            "flops_per_token": row.get("flops_per_token"),
             "peak_tflops_per_s": study.peak.tflops_per_s,
             "peak_dtype": study.peak.dtype,
             "peak_source": study.peak.source,
@@ -161,13 +161,13 @@ def best_content(
     }
 
 
-def _with_settings(evidence: Evidence, limits: Limits) -> dict[str, Any]:
-    return {"settings": evidence.attempt.knobs.to_dict()} | evidence.to_dict(limits)
+def _with_settings(evidence: Evidence, study: Study) -> dict[str, Any]:
+    return {"settings": study.told(evidence.attempt.knobs)} | evidence.to_dict(study.limits)
 
 
 def write_best(path: Path, content: dict[str, Any]) -> None:
     """Replaces best.yaml at once, so that a reader never sees half of it."""
-    warning = SIMULATED_HEADER if content["fingerprint"]["simulated"] else ""
+    warning = SIMULATED_HEADER if content["fingerprint"].get("simulated") else ""
     write_whole(path, HEADER + warning + yaml.safe_dump(content, sort_keys=False))
 
 
@@ -207,7 +207,7 @@ def read_best(run: Path) -> dict[str, Any]:
         for config in (content, content["baseline"], content["fallback"], content["confirmed"]):
             if config is None:
                 continue
-            config["settings"] = Knobs.from_dict(config["settings"]).to_dict()
+            config["settings"] = _whole(config["settings"])
     except (*UNPARSABLE, TypeError, OSError) as error:
         raise UserError(
             f"{path}: not a best.yaml of fsdp-autotune: {type(error).__name__}: {error}",
@@ -215,6 +215,23 @@ def read_best(run: Path) -> dict[str, Any]:
         ) from error
     assert isinstance(content, dict)
     return content
+
+
+def _whole(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with every knob; null stays what the user's own trainer decides."""
+    knobs = Knobs.from_dict(settings).to_dict()
+    if knobs["custom"] is None:
+        return knobs
+    return {name: None if settings.get(name) is None else setting for name, setting in knobs.items()}
+
+
+def left_to_the_trainer(best: dict[str, Any]) -> list[str]:
+    """Knobs that the user's own command was not handed: nothing was measured of them."""
+    settings = best["settings"]
+    if settings["custom"] is None:
+        return []
+    filled_in = Knobs.from_dict(settings).to_dict()
+    return [name for name, value in filled_in.items() if value is not None and settings[name] is None]
 
 
 class _Part(BaseModel):
@@ -240,7 +257,7 @@ class _Training(_Part):
     precision: Literal["fp32", "bf16"]
     reduce_dtype: Literal["fp32", "bf16"]
     target_world_size: int
-    seq_len: int
+    seq_len: int | None
 
 
 class _Gain(_Part):
@@ -316,7 +333,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
     """What exporters take, from the content of best.yaml."""
     evidence, training, fingerprint = best["evidence"], best["training"], best["fingerprint"]
     conventions = best["conventions"]
-    advice = loader_advice(best)
+    advice, left = loader_advice(best), left_to_the_trainer(best)
     simulated = fingerprint.get("simulated", False)
     label = mfu_label(conventions["peak_source"])
     limit = f" of {gib(conventions['limit_gib'])}" if conventions["limit_gib"] else ""
@@ -324,7 +341,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
         knobs=Knobs.from_dict(best["settings"]),
         precision=training["precision"],
         world_size=training["target_world_size"],
-        seq_len=training["seq_len"],
+        seq_len=training["seq_len"] or 0,
         evidence=[
             *([f"SIMULATED, not measured: {fingerprint.get('simulated_cluster')}"] if simulated else []),
             *([] if best["complete"] else ["The run had not ended: this is the best config so far, not a verdict."]),
@@ -334,6 +351,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
             f"on {fingerprint['world_size']} ranks of {fingerprint['device_name']}, torch "
             f"{fingerprint['torch_version']}, {fingerprint['written_at'][:10]}.",
             f"Verdict: {best['verdict']}",
+            *([f"Left to your own trainer, and no advice here: {', '.join(left)}"] if left else []),
             *([advice] if advice else []),
         ],
     )

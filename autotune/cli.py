@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,10 +14,12 @@ import click
 from autotune import __version__
 from autotune.commands.compare import compare
 from autotune.commands.cost import cost
+from autotune.commands.views import journal, tensorboard
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
-from autotune.errors import AutotuneError, InfrastructureError, UserError, nearest, printable
+from autotune.errors import AutotuneError, InfrastructureError, UserError, printable
 from autotune.report.command import report
+from autotune.scaling.command import scale
 from autotune.signals import EXIT_INTERRUPTED, interrupt_in_order
 from autotune.verify.command import verify
 from autotune.waterfall.command import waterfall
@@ -47,19 +48,13 @@ def cli() -> None:
     help="File to write.",
 )
 def init(template: str, output: Path) -> None:
-    """Write a commented job file to edit."""
-    from autotune.job_file import shipped
+    """Write a commented job file to edit, and what goes with it.
 
-    jobs = shipped("jobs")
-    if template not in jobs:
-        raise UserError(f"--template {template}: no such template", nearest(template, jobs))
-    if output.exists():
-        raise UserError(f"{output}: exists already", "give another file by --output")
-    try:
-        output.write_text(jobs[template])
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}", "give a file you can write by --output") from error
-    click.echo(f"wrote {output}\nnext: edit it, then\n  autotune run {output}")
+    Templates for a trainer of your own: own-trainer, lightning, transformers, accelerate, torchtitan, slurm.
+    """
+    from autotune.templates import write_template
+
+    click.echo("\n".join(write_template(template, output)))
 
 
 @cli.command()
@@ -252,10 +247,11 @@ def _run(
     console.print()
     print_best(console, read_best(out))
     show_waterfall(console, made, read_best(out))
+    target = "command" if loaded.trainer is not None else loaded.export_for or "plain"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
-        f"next: {_command()} export {_shown(out)} --to {loaded.export_for or 'plain'}",
+        f"next: {_command()} export {_shown(out)} --to {target}",
     )
     for line in lines:
         click.echo(printable(line))
@@ -283,10 +279,11 @@ def _at_work(
 
     from autotune.folder import check_resumable, prepare_folder, sole_driver
     from autotune.report.screen import make_screen
+    from autotune.runners import runner_of
 
     out = Path(loaded.output).absolute()
     shown = _shown(out)
-    open_runner, label = _runner(loaded, out, simulate)
+    open_runner, label = runner_of(loaded, out, simulate)
     screen = make_screen(Console(highlight=False, stderr=to_stderr))
     with sole_driver(out):
         if resume:
@@ -312,24 +309,6 @@ def _at_work(
                 "what was measured before is kept"
                 + (f"; once it can be written: autotune run {shown}/job.yaml --resume" if goes_on else ""),
             ) from error
-
-
-def _runner(loaded: Any, out: Path, simulate: str | None) -> tuple[Callable[[], Any], str]:
-    """What opens the runner, and the modelled cluster's name; empty for a real one.
-
-    Raises:
-        UserError: `simulate` describes no cluster, or none that the job can run on.
-    """
-    if simulate is None:
-        from autotune.cluster.runner import open_runner
-
-        return lambda: open_runner(loaded, out / "logs" / "ray.log"), ""
-    from autotune.simulate.cluster import parse_cluster
-    from autotune.simulate.runner import SimulatedRunner, last_end_s, make_world
-
-    cluster = parse_cluster(simulate)
-    world = make_world(loaded, cluster)
-    return lambda: nullcontext(SimulatedRunner(world, last_end_s(out / "history"))), str(cluster)
 
 
 @cli.command()
@@ -388,7 +367,7 @@ class ExporterOption(click.Option):
         from autotune.export import EXPORTERS
 
         *others, last = EXPORTERS
-        self.help = f"{', '.join(others)} or {last}."
+        self.help = f"{', '.join(others)} or {last}; of a trainer of your own also command."
         return super().get_help_record(ctx)
 
 
@@ -402,17 +381,18 @@ class ExporterOption(click.Option):
     help="File to write, further files beside it; or a folder that exists (default: RUN/export/TARGET/).",
 )
 @click.option("--incomplete", is_flag=True, help="Take the best config so far of a run that has not ended.")
-def export(run_folder: Path, target: str, output: Path | None, incomplete: bool) -> None:
+@click.option("--confirmed", is_flag=True, help="Take what `autotune confirm` found to hold, on its number of ranks.")
+def export(run_folder: Path, target: str, output: Path | None, incomplete: bool, confirmed: bool) -> None:
     """Write the best config in a trainer's own format."""
     from rich.console import Console
 
     from autotune.export.command import export_run
     from autotune.report.export import print_exported
 
-    written = export_run(run_folder, target, output, incomplete)
+    written = export_run(run_folder, target, output, incomplete, confirmed)
     for path in written.paths:
         click.echo(f"wrote {path}")
-    print_exported(Console(highlight=False), written.best, written.exported)
+    print_exported(Console(highlight=False), written.best, written.exported, written.left)
     for warning in written.warnings:
         click.echo(printable(warning), err=True)
 
@@ -420,10 +400,13 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool)
 cli.add_command(compare)
 cli.add_command(confirm)
 cli.add_command(cost)
+cli.add_command(journal)
+cli.add_command(tensorboard)
 cli.add_command(report)
 cli.add_command(verify)
 cli.add_command(watch)
 cli.add_command(waterfall)
+cli.add_command(scale)
 
 
 def _refuse_foreign_packages() -> None:

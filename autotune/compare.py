@@ -15,8 +15,7 @@ from typing import Any
 
 from autotune.best import read_best
 from autotune.folder import leaves
-from autotune.history import History
-from autotune.job_file import load_job
+from autotune.loaded import load
 from autotune.verdict import CONFIDENCE, welch
 from trials.record import COMPOSED
 
@@ -24,7 +23,7 @@ ENVIRONMENT = ("device_name", "torch_version", "nccl_version", "driver_version",
 CONVENTIONS = ("flops_convention", "flops_per_token", "peak_tflops_per_s", "peak_source", "limit_gib")
 NOT_COMPARED = frozenset({"output"})
 """Keys of a job that say nothing of what it measures."""
-OF_THE_WORK = ("model.", "data.", "batch.global_batch_", "training.precision", "training.optimizer.")
+OF_THE_WORK = ("model.", "data.", "trainer.", "batch.global_batch_", "training.precision", "training.optimizer.")
 """How keys of a job begin that decide what a token costs: if one differs, tokens/s are of different work."""
 FEWEST_RUNS = 2
 """Of each config, for an interval."""
@@ -110,10 +109,9 @@ def load_side(run: Path) -> Side:
     Raises:
         UserError: no run there, or none that has measured anything; its job cannot be read.
     """
-    best = read_best(run)
-    rows, _ = History(run / "history").rows()
-    job = leaves(load_job(str(run / "job.yaml")).model_dump(mode="json"))
-    return Side(str(run), best, rows, job)
+    found = load(run)
+    best = found.best or read_best(run)  # which says that there is none
+    return Side(str(run), best, [one.row for one in found.attempts], leaves(found.job.model_dump(mode="json")))
 
 
 def compare_runs(a: Side, b: Side) -> Comparison:

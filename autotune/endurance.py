@@ -8,6 +8,8 @@ from autotune.report.text import gib, value
 from autotune.rows import Attempt
 from trials.outcome import Outcome
 
+PACKED = "sequences are packed to this length: training on this data has none that is longer"
+OF_A_TRAINER = "more steps of your command, on the sequences it came to; what it saves and evaluates was not run"
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not_run"
 
 
@@ -18,7 +20,9 @@ def status_of(attempt: Attempt) -> str:
     return PASSED if attempt.outcome is Outcome.OK else FAILED
 
 
-def endurance_content(attempt: Attempt | None, why_not: str, failed: list[Attempt], seq_len: int) -> dict[str, Any]:
+def endurance_content(
+    attempt: Attempt | None, why_not: str, failed: list[Attempt], seq_len: int | None
+) -> dict[str, Any]:
     """What best.yaml says of it.
 
     Args:
@@ -32,8 +36,8 @@ def endurance_content(attempt: Attempt | None, why_not: str, failed: list[Attemp
         row = attempt.row
         if attempt.outcome is Outcome.OK:
             found |= {
-                "longest_sequence_tokens": seq_len,
-                "covers": "sequences are packed to this length: training on this data has none that is longer",
+                "longest_sequence_tokens": None if attempt.knobs.custom is not None else seq_len,
+                "covers": OF_A_TRAINER if attempt.knobs.custom is not None else PACKED,
                 "num_steps": row["num_steps"],
                 "tokens_per_s_per_rank": row["tokens_per_s_per_rank"],
                 **(row["endurance"] or {}),
@@ -63,10 +67,11 @@ def endurance_lines(endurance: dict[str, Any]) -> list[str]:
         f"{gib(phase['host_gib'])} host)"
         for phase in endurance.get("phases") or []
     ]
-    lines.append(
-        f"Endurance: passed, {value(endurance.get('num_steps'))} steps on sequences of "
-        f"{value(endurance.get('longest_sequence_tokens'))} tokens, the longest there are; {', '.join(took)}"
-    )
+    longest = endurance.get("longest_sequence_tokens")
+    on = f"on sequences of {value(longest)} tokens, the longest there are; {', '.join(took)}"
+    if longest is None:
+        on = f"of your command: {value(endurance.get('covers'))}"
+    lines.append(f"Endurance: passed, {value(endurance.get('num_steps'))} steps {on}")
     hours = endurance.get("hours_to_host_limit")
     if hours is not None:
         lines.append(

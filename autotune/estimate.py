@@ -9,7 +9,7 @@ from statistics import fmean
 
 from autotune.job import Job, MeasureSettings
 from autotune.search.stopping import MIN_TRIALS
-from autotune.stages import BASELINE, ENDURANCE, FINALIST, ROUND, SIDE_BY_SIDE, endurance_timeout_s, is_composed
+from autotune.stages import BASELINE, ENDURANCE, FINALIST, ROUND, SCALE, SIDE_BY_SIDE, endurance_timeout_s, is_composed
 from trials import timing
 from trials.record import COMPOSED_WARMUP_STEPS, SHORT_MICRO_STEPS, Knobs, Measure
 
@@ -187,7 +187,7 @@ def trial_s(measure: MeasureSettings, stage: str, guess: Guess, gang: Gang, num_
         seconds += TRACKED_STEPS[device] * step_s * min(2, knobs.grad_accum_steps) / knobs.grad_accum_steps
     short = min(max(queued, 1), knobs.grad_accum_steps) / knobs.grad_accum_steps
     profiled_s = PROFILER_S[device] + PROFILER_SLOWDOWN * (1 + short) * step_s
-    if stage in (BASELINE, FINALIST):
+    if stage in (BASELINE, FINALIST, SCALE):
         seconds += profiled_s
     elif stage == SIDE_BY_SIDE and not (composed and knobs.grad_accum_steps > timing.MOST_PROFILED_MICRO_STEPS):
         seconds += PROFILED_SHARE * profiled_s

@@ -140,7 +140,9 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-OWN_ENTRIES = frozenset({"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export"})
+OWN_ENTRIES = frozenset(
+    {"job.yaml", "study.yaml", "best.yaml", "history", "logs", "export", "optuna.journal", "tensorboard"}
+)
 """All that a run leaves in its folder; a folder with anything else in it is somebody's, and is not touched."""
 
 HALF_WRITTEN = frozenset(f".{name}" for name in OWN_ENTRIES)

@@ -47,6 +47,7 @@ _KNOBS = pa.struct(
         ("compile", pa.bool_()),
         ("attention_backend", pa.string()),
         ("fused_optimizer", pa.bool_()),
+        ("custom", pa.map_(pa.string(), pa.string())),  # of a user's own trainer; null where the ranks are ours
     ]
 )
 _SECONDS = pa.list_(pa.float64())

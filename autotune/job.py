@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Annotated, Any, Literal, Self
@@ -14,8 +15,17 @@ from autotune.errors import nearest
 from autotune.export import EXPORTERS
 from autotune.job_space import ABSENT_KNOBS, Baseline, Engine, Space
 from autotune.section import NotNegative, Positive, Section
+from autotune.trainer.handed import check_blocks, check_handed, check_ranks, handed, model_parallel_ranks
+from autotune.trainer.section import Trainer
 from trials.formats import inapplicable
-from trials.record import ENGINE_KNOBS, PYTHON_STDLIB, SHORT_MICRO_STEPS, SYNTHETIC
+from trials.record import (
+    ENGINE_KNOBS,
+    KNOB_NAMES,
+    PYTHON_STDLIB,
+    SHORT_MICRO_STEPS,
+    SYNTHETIC,
+    TRAINER,
+)
 from trials.shapes import PRESETS, DecoderConfig
 
 
@@ -170,6 +180,11 @@ class Cluster(Section):
     """Per rank. On CUDA the caching allocator's cap (default: all memory); on CPU the data segment's growth."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the limit that a config must leave free to count as fitting."""
+    python: str | None = None
+    """The interpreter of the ranks, with their torch; default: the one that runs autotune. In it, or in the container
+    of command_prefix, fsdp-autotune need not be installed."""
+    command_prefix: tuple[str, ...] = ()
+    """Put before every rank's command, e.g. [apptainer, exec, --nv, image.sif]."""
     launcher: Literal["auto", "fork", "exec"] = "auto"
     """`fork`: CPU ranks from a process that has torch loaded; `exec`: a fresh interpreter a rank. auto: by device."""
     device_name: str | None = None
@@ -280,8 +295,11 @@ class MeasureSettings(Section):
 class Job(Section):
     """A whole job, as `autotune init` writes it."""
 
-    model: Model
-    data: Data
+    model: Model | None = None
+    """Beside `trainer`, what is known of its model: FLOPs and predictions come from it."""
+    data: Data | None = None
+    trainer: Trainer | None = None
+    """Instead of model and data: your own command."""
     batch: Batch
     cluster: Cluster
     training: Training = Training()
@@ -301,7 +319,50 @@ class Job(Section):
         if self.batch.global_batch_size is not None:
             return self.batch.global_batch_size
         assert self.batch.global_batch_tokens is not None
-        return self.batch.global_batch_tokens // self.model.seq_len
+        assert self.seq_len is not None
+        return self.batch.global_batch_tokens // self.seq_len
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sequence; None: only a user's own trainer knows."""
+        if self.model is not None:
+            return self.model.seq_len
+        return self.trainer.tokens if self.trainer and isinstance(self.trainer.tokens, int) else None
+
+    @property
+    def built_in(self) -> tuple[Model, Data]:
+        """Model and data of a job whose ranks are ours."""
+        assert self.model is not None
+        assert self.data is not None
+        return self.model, self.data
+
+    @property
+    def workload(self) -> str:
+        """Of what is trained, for the ranks: a name that they know, or `trainer`."""
+        return TRAINER if self.model is None else self.model.workload
+
+    @property
+    def batch_text(self) -> str:
+        """For people: of an optimizer step over all ranks."""
+        tokens = "" if self.seq_len is None else f" = {self.global_batch_size * self.seq_len:,} tokens"
+        return f"{self.global_batch_size} sequences{tokens} per optimizer step"
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether batches come from a loader that can be tuned."""
+        if self.trainer is not None:
+            return "num_workers" in self.handed
+        return self.data is not None and not self.data.is_synthetic
+
+    @property
+    def loader_measured(self) -> bool:
+        """Whether throughput has a real loader's cost in it."""
+        return self.trainer is not None or self.has_loader
+
+    @functools.cached_property
+    def handed(self) -> frozenset[str]:
+        """Knobs that reach the ranks: all, or of a user's own trainer those that its command takes."""
+        return frozenset(KNOB_NAMES) if self.trainer is None else handed(self.trainer)
 
     @property
     def reduce_dtype(self) -> Literal["fp32", "bf16"]:
@@ -322,6 +383,28 @@ class Job(Section):
         if value is not None and value not in EXPORTERS:
             raise ValueError(f"{value!r}: no such trainer; {nearest(value, EXPORTERS)}")
         return value
+
+    @model_validator(mode="after")
+    def _model_and_data_or_trainer(self) -> Self:
+        if self.trainer is None:
+            missing = [name for name in ("model", "data") if getattr(self, name) is None]
+            if missing:
+                raise ValueError(
+                    f"{' and '.join(missing)}: missing\n    hint: `autotune init` shows every key; to tune your own "
+                    "training command instead, give `trainer`"
+                )
+            return self
+        if self.data is not None:
+            raise ValueError("data: your trainer reads its own\n    hint: remove it, or remove trainer")
+        if self.model is None and self.batch.global_batch_tokens is not None and self.trainer.tokens == "auto":
+            raise ValueError(
+                "batch.global_batch_tokens: how many sequences that is depends on their length\n    hint: give "
+                "trainer.tokens (tokens per sequence), or global_batch_size in sequences"
+            )
+        check_handed(self.trainer, self.space, self.baseline, self.training.engines)
+        if self.model is None:
+            check_blocks(self.space, self.baseline)
+        return self
 
     @model_validator(mode="after")
     def _knobs_of_the_engines(self) -> Self:
@@ -375,15 +458,17 @@ class Job(Section):
     def _batch_divides(self) -> Self:
         tokens, seq_len, ranks = (
             self.batch.global_batch_tokens,
-            self.model.seq_len,
+            self.seq_len,
             self.batch.target_world_size,
         )
-        if tokens is not None and tokens % seq_len:
+        if tokens is not None and seq_len is not None and tokens % seq_len:
             raise ValueError(
                 f"batch.global_batch_tokens = {tokens} is no multiple of model.seq_len = {seq_len}; "
                 f"nearest: {tokens // seq_len * seq_len} or {(tokens // seq_len + 1) * seq_len}"
             )
-        if self.global_batch_size % ranks:
+        if self.trainer is not None:
+            check_ranks(self.trainer, ranks, self.cluster.world_size, self.global_batch_size)
+        elif self.global_batch_size % ranks:
             raise ValueError(
                 f"batch.global_batch_size = {self.global_batch_size} is no multiple of "
                 f"batch.target_world_size = {ranks}; nothing is rounded"
@@ -392,7 +477,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
-        per_rank = self.global_batch_size // self.batch.target_world_size
+        parted = model_parallel_ranks(self.trainer) if self.trainer is not None else [1]
+        # What divides the batches of all of them divides their greatest common divisor.
+        per_rank = math.gcd(*(self.global_batch_size * ranks // self.batch.target_world_size for ranks in parted))
         searched = self.space.micro_batch_size
         asked: dict[str, tuple[int, ...]] = {
             "baseline.micro_batch_size": (self.baseline.micro_batch_size,),

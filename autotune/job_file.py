@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,6 +15,9 @@ from autotune.errors import UserError, nearest
 from autotune.hf_config import read_hf_config
 from autotune.job import Job
 from autotune.job_space import ABSENT_KNOBS
+from autotune.trainer.handed import handed
+from autotune.trainer.section import Trainer
+from autotune.yaml12 import load_yaml
 from trials.record import PYTHON_STDLIB, SYNTHETIC
 
 UNPARSABLE = (yaml.YAMLError, ValueError, RecursionError)
@@ -42,6 +45,8 @@ def load_job(name: str, overrides: tuple[str, ...] = ()) -> Job:
     where = str(path) if path else f"{name} (shipped)"
     values = _parse_mapping(text, where)
     folder = path.parent.resolve() if path else Path.cwd()
+    if path is None and "trainer" in values:
+        folder = Path(str(importlib.resources.files("search_spaces") / "trainers"))
     # The space's name first: it becomes a mapping, whose knobs can then be overridden one by one.
     names = [override for override in overrides if override.startswith("space=")]
     for override in names:
@@ -71,7 +76,7 @@ def _find(name: str, kind: Literal["jobs", "spaces"], what: str) -> tuple[Path |
 
 def _parse_mapping(text: str, where: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text)
+        values = load_yaml(text)
     except UNPARSABLE as error:
         raise UserError(f"{where}: not YAML: {error}", "indent with spaces; quote strings with : or #") from error
     if not isinstance(values, dict):
@@ -87,7 +92,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"--set {override}: expected section.key=value", "e.g. --set budget.trials=8")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except UNPARSABLE as error:
         raise UserError(f"--set {override}: the value is not YAML: {error}") from error
     *sections, last = key.split(".")
@@ -102,12 +107,25 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _resolve_space(values: dict[str, Any], folder: Path, where: str) -> None:
     """A space given by name or path becomes its content, so that the resolved job stands alone."""
+    if "space" not in values and "trainer" in values:
+        values["space"] = _space_of(values["trainer"])
     space = values.get("space", "default")
     if not isinstance(space, str):
         return
     beside = folder / space
     path, text = _find(str(beside) if beside.suffix in (".yaml", ".yml") else space, "spaces", "space")
     values["space"] = _parse_mapping(text, f"{where}: space {path or space}")
+
+
+def _space_of(trainer: Any) -> dict[str, Any]:
+    """The default space's candidates of those knobs that a trainer's command is handed."""
+    try:
+        taken = handed(Trainer.model_validate_json(json.dumps(trainer)))
+    except (TypeError, ValueError):
+        return {}  # the job's own validation says what is wrong
+    return {
+        name: values for name, values in _parse_mapping(shipped("spaces")["default"], "space").items() if name in taken
+    }
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
@@ -119,6 +137,11 @@ def _resolve_paths(values: dict[str, Any], folder: Path, where: str) -> None:
         for key, names in (("source", (PYTHON_STDLIB, SYNTHETIC)), ("tokenizer", ("byte",))):
             if isinstance(data.get(key), str) and data[key] not in names:
                 data[key] = _resolved(data[key], folder)
+    trainer, cluster = values.get("trainer"), values.get("cluster")
+    if isinstance(trainer, dict) and isinstance(trainer.get("folder", "."), str):
+        trainer["folder"] = str(Path(_resolved(trainer.get("folder", "."), folder)).absolute())
+    if isinstance(cluster, dict) and "/" in str(cluster.get("python") or "") and not cluster.get("command_prefix"):
+        cluster["python"] = _resolved(str(cluster["python"]), folder)
     if isinstance(model, dict):
         workload = model.get("workload", "decoder")
         if workload == "hf" and isinstance(model.get("config"), str):
@@ -184,7 +207,12 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
     model: type[BaseModel] = Job
     for key in keys:
         field = model.model_fields.get(key)
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+        if field is None:
             return None
-        model = field.annotation
+        # `Model | None` is the section, too.
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        if not sections:
+            return None
+        model = sections[0]
     return model

@@ -125,7 +125,7 @@ def load(folder: Path, told: Callable[[int, int], None] = lambda _done, _all: No
         raise _nothing_measured(folder, unreadable)
     job = load_job(str(folder / "job.yaml"))
     survey = read_study_file(folder)
-    study = _study(job, survey)
+    study = study_of(job, survey)
     attempts, refused = _judged(rows, study)
     if not attempts:
         raise _nothing_measured(folder, [*unreadable, *refused])
@@ -165,7 +165,8 @@ def read_study_file(folder: Path) -> StudyFile:
         ) from error
 
 
-def _study(job: Job, survey: StudyFile) -> Study:
+def study_of(job: Job, survey: StudyFile) -> Study:
+    """What all attempts of a run share, read back."""
     model = {name: getattr(survey.model, name) for name in ModelFacts.__dataclass_fields__}
     # The survey asks the GPU for its memory, and asks none on a CPU.
     found = "cpu" if survey.model.device_memory_gib is None else "cuda"

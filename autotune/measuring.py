@@ -20,9 +20,10 @@ from autotune.numerics import deviation
 from autotune.report.text import gib
 from autotune.rows import GIB, Attempt, Study, attempt_from_row, composed_beside, history_row, predicted_oom_row
 from autotune.stages import ENDURANCE, OF_A_RUN, PROFILED_STAGES, SCALE, SIDE_BY_SIDE, endurance_timeout_s, is_composed
+from autotune.trainer.order import TIMED_SHARE, make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
-from trials.record import Knobs, Measure, TrialSpec
+from trials.record import TRAINER, Knobs, Measure, TrialSpec
 
 MET_BY_NOTHING = 1e-9
 """A relative confidence interval that no trial reaches."""
@@ -57,11 +58,11 @@ def make_spec(
     return TrialSpec(
         trial=trial,
         stage=stage,
-        workload=job.model.workload,
-        model=job.model.factory_arguments(),
-        seq_len=job.model.seq_len,
-        data=job.data.model_dump(),
-        global_batch_size=job.global_batch_size // job.batch.target_world_size * runner.world_size,
+        workload=job.workload,
+        model=job.model.factory_arguments() if job.model is not None else {},
+        seq_len=job.seq_len or 0,
+        data=job.data.model_dump() if job.data is not None else {"source": TRAINER},
+        global_batch_size=job.global_batch_size * runner.world_size // job.batch.target_world_size,
         precision=job.training.precision,
         optimizer=job.training.optimizer.model_dump(mode="json"),
         world_size=runner.world_size,
@@ -73,11 +74,12 @@ def make_spec(
         memory_limit_gib=job.cluster.memory_limit_gib,
         process_group_timeout_s=measure.trial_timeout_s,
         timeout_s=measure.trial_timeout_s,
-        composed=knobs is not None and is_composed(measure, knobs, stage),
+        composed=knobs is not None and job.trainer is None and is_composed(measure, knobs, stage),
+        trainer=make_order(job, knobs, runner.world_size) if job.trainer is not None and knobs is not None else None,
         compile_timeout_s=measure.compile_timeout_s,
-        import_paths=(job.model.import_path,) if job.model.import_path else (),
+        import_paths=(job.model.import_path,) if job.model is not None and job.model.import_path else (),
         matmul_micro_batch_size=job.baseline.micro_batch_size if knobs is None and job.cluster.calibrate_peak else None,
-        profile="breakdown" if stage in PROFILED_STAGES else "",
+        profile="breakdown" if stage in PROFILED_STAGES and job.trainer is None else "",
     )
 
 
@@ -285,6 +287,9 @@ class Measurer:
         trial, first = self._unfinished.pop(key, (self._next_trial, 0))
         self._next_trial = max(self._next_trial, trial + 1)
         spec = make_spec(self.study.job, self.runner, knobs, stage, trial, round_number)
+        if spec.trainer is not None and self.study.job.model is not None:
+            expect = spec.trainer["expect"] | {"num_parameters": self.study.model.num_params}
+            spec = replace(spec, trainer=spec.trainer | {"expect": expect})
         profile = "trace" if spec.profile and self.keep_traces else spec.profile
         if stage == ENDURANCE:
             spec = self._enduring(spec)
@@ -298,6 +303,10 @@ class Measurer:
             Path(root) / f"autotune-{self.study.study_id}-{name}" if root else self.out / "logs" / name / "checkpoint"
         )
         measure = spec.measure
+        if spec.trainer is not None:  # what it saves and evaluates is its own, and not run
+            timeout_s = endurance_timeout_s(section)
+            longer = {"timed_steps": steps, "max_s": TIMED_SHARE * timeout_s}
+            return replace(spec, trainer=spec.trainer | longer, timeout_s=timeout_s)
         return replace(
             spec,
             # Its throughput is a by-product, and not what ends it: the steps do, or the time of a config of slow ones.
@@ -360,7 +369,7 @@ class Measurer:
     def _own_timeout_s(self, spec: TrialSpec) -> float:
         measure = self.study.job.measure
         compile_s = measure.compile_timeout_s if spec.knobs is not None and spec.knobs.compile else 0.0
-        if spec.checkpoint_dir is None:
+        if spec.stage != ENDURANCE:
             return measure.trial_timeout_s + compile_s
         # Blocks are compiled once more for the evaluation.
         return endurance_timeout_s(measure) + 2 * compile_s

@@ -104,7 +104,7 @@ def _guess_of_the_baseline(survey: Survey, predictor: Predictor) -> tuple[Guess,
     if found is not None:
         return Guess(knobs, found.step_s / survey.cpu_share), PREDICTED
     flops, peak = study.model.flops_per_token, study.peak.tflops_per_s
-    if flops is None or peak is None:
+    if flops is None or peak is None or study.job.seq_len is None:
         return Guess(knobs, 1.0), UNKNOWN
-    tokens = knobs.micro_batch_size * knobs.grad_accum_steps * study.job.model.seq_len
+    tokens = knobs.micro_batch_size * knobs.grad_accum_steps * study.job.seq_len
     return Guess(knobs, tokens * flops / (ASSUMED_MFU * peak * 1e12) / survey.cpu_share), HALF_THE_PEAK

@@ -16,7 +16,7 @@ from autotune.canonical import Facts
 from autotune.errors import UserError
 from autotune.estimate import Estimate, Gang, Guess, estimate
 from autotune.hardware import Peak, find_device, peak_for
-from autotune.job import Job
+from autotune.job import Job, Model
 from autotune.preflight.closed_form import closed_form, mfu
 from autotune.preflight.fastest import RISKY, SAFE, SURE_OOM, Room, fastest, looked_at
 from autotune.preflight.prediction import Prediction
@@ -194,24 +194,25 @@ def _count(job: Job) -> tuple[ModelShape | None, tuple[float, ...], str]:
         UserError: the model is none.
     """
     model, precision = job.model, job.training.precision
+    if model is None:
+        return None, (1.0,), "your trainer's own, of which nothing is declared, so nothing is predicted"
     try:
         shape = of_model(model)
     except TrialError as error:
         raise UserError(str(error)) from error
     if shape is not None:
         return shape, shape.block_mib(precision), "from its config alone; nothing was built"
-    found = _build_and_count(job)
+    found = _build_and_count(model, precision)
     whose = "transformers' code" if model.workload == "hf" else f"the code of {model.workload}"
     counted = f"{whose} ran here and built it on `meta`, to count it"
     return of_surveyed(model, found, precision), tuple(found["block_mib"]), counted
 
 
-def _build_and_count(job: Job) -> dict[str, Any]:
-    model = job.model
+def _build_and_count(model: Model, precision: str) -> dict[str, Any]:
     order = {
         "workload": model.workload,
         "arguments": {"seq_len": model.seq_len, **model.factory_arguments()},
-        "precision": job.training.precision,
+        "precision": precision,
         "import_paths": [model.import_path] if model.import_path else [],
     }
     command = [sys.executable, "-P", "-m", "trials.count", json.dumps(order)]

@@ -14,6 +14,8 @@ from autotune.hardware import Peak
 from autotune.job import Job
 from autotune.search.study import Told
 from autotune.stages import STAGES
+from autotune.trainer.counted import model_of
+from autotune.trainer.handed import untouched
 from trials.breakdown import Breakdown, pacing_rank
 from trials.conventions import keeps_no_scores, tflops_per_s, utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
@@ -90,6 +92,10 @@ class Study:
     """Rate of one rank in the model's matmuls, if the job asked for it (`cluster.calibrate_peak`)."""
     simulated: str = ""
     """The modelled cluster that stood in for a real one; empty if everything was measured."""
+
+    def told(self, knobs: Knobs) -> dict[str, Any]:
+        """A config, for files: null where the user's own trainer decides."""
+        return knobs.to_dict() if self.job.trainer is None else untouched(knobs.to_dict(), self.job.handed)
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ def predicted_oom_row(
         "stage": "explore",
         "started_at": at,
         "ended_at": at,
-        "knobs": knobs.to_dict(),
+        "knobs": study.told(knobs),
         "outcome": Outcome.PREDICTED_OOM.value,
         "reason": "predicted not to fit, corrected by the trials so far; not tried",
         "limit_gib": study.limits.limit_gib,
@@ -207,8 +213,8 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     """An attempt's row, from all its ranks' reports: slowest rank for time, worst rank for memory."""
     knobs = spec.knobs
     assert knobs is not None
-    model, peak = study.model, study.peak
-    row = _identity(spec, result, study.study_id, log_path) | {
+    model, peak = model_of(result.reports, study.model) if spec.trainer is not None else study.model, study.peak
+    row = _identity(spec, result, study, log_path) | {
         "simulated": bool(study.simulated),
         "limit_gib": study.limits.limit_gib,
         "peak_tflops_per_s": peak.tflops_per_s,
@@ -227,11 +233,11 @@ def history_row(spec: TrialSpec, result: GangResult, study: Study, log_path: str
     return row
 
 
-def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str) -> dict[str, Any]:
+def _identity(spec: TrialSpec, result: GangResult, study: Study, log_path: str) -> dict[str, Any]:
     assert spec.knobs is not None
     applied = next((report.applied for report in result.reports.values() if report.applied), None)
     return {
-        "study_id": study_id,
+        "study_id": study.study_id,
         "trial": spec.trial,
         "attempt": spec.attempt,
         "stage": spec.stage,
@@ -239,7 +245,7 @@ def _identity(spec: TrialSpec, result: GangResult, study_id: str, log_path: str)
         "spec_digest": spec.digest(),
         "started_at": datetime.fromtimestamp(result.started_at, UTC),
         "ended_at": datetime.fromtimestamp(result.ended_at, UTC),
-        "knobs": spec.knobs.to_dict(),
+        "knobs": study.told(spec.knobs),
         "applied": _storable(applied),
         "outcome": result.outcome.value,
         "reason": result.reason,
@@ -263,17 +269,20 @@ def _storable(applied: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def workload_digest(spec: TrialSpec) -> str:
     """Names model, data, batch and precision: what must be equal for two throughputs to be comparable."""
-    return digest(
-        [
-            spec.workload,
-            spec.model,
-            spec.seq_len,
-            spec.data,
-            spec.global_batch_size,
-            spec.precision,
-            spec.optimizer,
-        ]
-    )
+    trained: list[Any] = [
+        spec.workload,
+        spec.model,
+        spec.seq_len,
+        spec.data,
+        spec.global_batch_size,
+        spec.precision,
+        spec.optimizer,
+    ]
+    if spec.trainer is not None:
+        trained.append(
+            {name: spec.trainer[name] for name in ("command", "env", "launcher", "tokens", "python", "prefix")}
+        )
+    return digest(trained)
 
 
 def _environment(reports: list[RankReport]) -> dict[str, Any]:
@@ -293,7 +302,9 @@ def _environment(reports: list[RankReport]) -> dict[str, Any]:
 
 def _speed(knobs: Knobs, reports: dict[int, RankReport], model: ModelFacts, peak: Peak) -> dict[str, Any]:
     first = reports[0]
-    tokens_per_step = first.micro_batch_tokens * knobs.grad_accum_steps
+    # Ranks that work on the same sequences count them once.
+    of_trainer = first.tokens_per_step and first.tokens_per_step / knobs.model_parallel_ranks
+    tokens_per_step = of_trainer or first.micro_batch_tokens * knobs.grad_accum_steps
     step_s = mean_step_s(first.block_times_s, first.block_steps)
     half_s = _half_width_s(first.block_times_s)
     rate = tokens_per_step / step_s

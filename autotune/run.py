@@ -172,19 +172,18 @@ class Run:
         base = self.space.baseline
         torchs_own: dict[str, Any] = dict.fromkeys(ENGINE_KNOBS) | {"cpu_offload": base.cpu_offload}
         sharding = [engine for engine in (base.engine, *self.job.training.engines) if engine != "ddp"]
-        return self.space.canonical(
-            replace(
-                base,
-                **torchs_own,
-                engine=sharding[0] if sharding else "ddp",
-                micro_batch_size=1,
-                grad_accum_steps=self.space.pairs[1],
-                sync_each_micro_batch=True,
-                bucket_cap_mb=max(self.space.facts.block_mib) if sharding else base.bucket_cap_mb,
-                blocks_per_unit=1,
-                activation_checkpointing="full",
-            )
-        )
+        careful = torchs_own | {
+            "engine": sharding[0] if sharding else "ddp",
+            "micro_batch_size": 1,
+            "grad_accum_steps": self.space.accumulation(replace(base, micro_batch_size=1)),
+            "sync_each_micro_batch": True,
+            "bucket_cap_mb": max(self.space.facts.block_mib) if sharding else base.bucket_cap_mb,
+            "blocks_per_unit": 1,
+            "activation_checkpointing": "full",
+        }
+        own = set() if self.job.trainer is None else careful.keys() - self.job.handed
+        own -= {"grad_accum_steps"} if "micro_batch_size" in self.job.handed else set()
+        return self.space.canonical(replace(base, **{name: careful[name] for name in careful.keys() - own}))
 
     def _refuse_a_budget_without_trials(self) -> None:
         used_up = self.stopping.reason(0, self._elapsed_s())
@@ -365,6 +364,12 @@ class Run:
         return attempt
 
     def _take_in(self, attempt: Attempt) -> None:
+        if attempt.outcome is Outcome.MISAPPLIED and self.job.trainer is not None:
+            raise UserError(
+                f"trial {attempt.trial} ({attempt.stage}) did not do what was asked of it, and so would others: "
+                f"{attempt.reason}",
+                f"its output and what its ranks showed are in {self.out / attempt.row['log_path']}",
+            )
         if attempt.row.get("frac_compute") is not None:
             self._profiled[attempt.knobs] = attempt
         if attempt.stage in ("baseline", "explore"):
@@ -405,7 +410,7 @@ class Run:
             candidate=candidate.knobs if candidate else None,
             no_verdict=self._no_verdict(complete),
             endurance=endurance_content(
-                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.model.seq_len
+                self._endurance, self._why_no_endurance(complete), self._failed_endurance, self.job.seq_len
             ),
             warm_start=[one.to_dict() for one in self._priors],
             complete=complete,

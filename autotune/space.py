@@ -18,7 +18,9 @@ from autotune.errors import UserError
 from autotune.export import EXPORTERS
 from autotune.export.base import Fixed
 from autotune.job import Job, divisors
-from trials.record import ENGINE_KNOBS, Knobs, checkpoint_stride, digest
+from autotune.trainer.handed import model_parallel_ranks
+from autotune.trainer.section import Trainer
+from trials.record import ENGINE_KNOBS, KNOB_NAMES, MODEL_PARALLEL, UNTOUCHED, Custom, Knobs, checkpoint_stride, digest
 
 ORDERED = (
     "micro_batch_size",
@@ -61,6 +63,10 @@ def _fixed_by_engine(job: Job) -> dict[str, Fixed]:
     return {engine: EXPORTERS[job.export_for].fixed(engine) for engine in engines}
 
 
+OWN = "custom."
+"""Before the names of a user's own knobs, which may be those of ours."""
+
+
 def batch_pairs(global_batch_size: int, world_size: int) -> list[tuple[int, int]]:
     """All (micro_batch_size, grad_accum_steps) with micro x accumulation x world size = global batch, exactly.
 
@@ -88,12 +94,19 @@ class SearchSpace:
     """
 
     def __init__(self, job: Job, facts: Facts) -> None:
+        if job.trainer is not None and "bucket_cap_mb" not in job.handed:
+            # Its units are the trainer's: what stands for a cap is one block.
+            facts = replace(facts, block_mib=(UNTOUCHED["bucket_cap_mb"],) * facts.num_blocks)
         self.facts = facts
         self.canonical = Canonical(facts)
         self.notes: list[str] = []
         """For people: candidates that turned into others."""
-        self.pairs = dict(batch_pairs(job.global_batch_size, job.batch.target_world_size))
-        self.has_loader = not job.data.is_synthetic
+        self._own = custom_candidates(job.trainer) if job.trainer is not None else None
+        parted = [1] if job.trainer is None else model_parallel_ranks(job.trainer)
+        self._per_rank = {ranks: job.global_batch_size * ranks // job.batch.target_world_size for ranks in parted}
+        """Sequences per rank and optimizer step, by the ranks that work on the same ones."""
+        self.pairs = dict(batch_pairs(math.gcd(*self._per_rank.values()), 1))
+        self.has_loader = job.has_loader
         self._fixed = _fixed_by_engine(job)
         self._note_no_loader(job)
         self.baseline = self._baseline(job)
@@ -115,19 +128,21 @@ class SearchSpace:
         workers = self.default_workers(job) if base.num_workers is None else base.num_workers
         default_cap = DDP_CAP_MB if engine == "ddp" else max(self.facts.block_mib)
         extras = {name: self._baseline_value(job, name) for name in EXTRA_KNOBS}
-        return self._config(
-            {
-                "micro_batch_size": base.micro_batch_size,
-                "sync_each_micro_batch": self._baseline_sync(job, engine),
-                "reshard_after_forward": base.reshard_after_forward,
-                "bucket_cap_mb": base.bucket_cap_mb or default_cap,
-                "activation_checkpointing": base.activation_checkpointing,
-                "num_workers": workers if self.has_loader else 0,
-                "prefetch_factor": base.prefetch_factor,
-                "engine": engine,
-                **{name: value for name, value in extras.items() if value is not None},
-            }
-        )
+        values: dict[str, Any] = {
+            "micro_batch_size": base.micro_batch_size,
+            "sync_each_micro_batch": self._baseline_sync(job, engine),
+            "reshard_after_forward": base.reshard_after_forward,
+            "bucket_cap_mb": base.bucket_cap_mb or default_cap,
+            "activation_checkpointing": base.activation_checkpointing,
+            "num_workers": workers if self.has_loader else 0,
+            "prefetch_factor": base.prefetch_factor,
+            "engine": engine,
+            **{name: value for name, value in extras.items() if value is not None},
+        }
+        if self._own is None:
+            return self._config(values)
+        mine = {name: value for name, value in values.items() if name in ("engine", "micro_batch_size", *job.handed)}
+        return self._config(UNTOUCHED | mine | {name: first for name, (first, *_) in self._own.items()})
 
     def _check_baseline(self, job: Job) -> None:
         for name in EXTRA_KNOBS:
@@ -149,8 +164,32 @@ class SearchSpace:
         """Canonical knobs from draws: what was not drawn has no effect, and accumulation follows."""
         values = {_field(name): value for name, value in drawn.items()}
         unset = {"sync_each_micro_batch": True, "reshard_after_forward": None, "prefetch_factor": None}
-        accumulation = self.pairs[values["micro_batch_size"]]
-        return self.canonical(Knobs(**(unset | values), grad_accum_steps=accumulation, blocks_per_unit=0))
+        own = None
+        if self._own is not None:
+            own = tuple((name.removeprefix(OWN), values[name]) for name in sorted(self._own))
+            values = {name: value for name, value in values.items() if name not in self._own}
+        knobs = Knobs(**(unset | values | {"custom": own, "grad_accum_steps": 1, "blocks_per_unit": 1}))
+        return self.completed(knobs)
+
+    def knows(self, custom: Custom | None) -> bool:
+        """Whether a config's own knobs are those of this space, with its values."""
+        if custom is None or self._own is None:
+            return custom is None and self._own is None
+        own: dict[str, str] = {OWN + name: value for name, value in custom}
+        return own.keys() == self._own.keys() and all(value in self._own[name] for name, value in own.items())
+
+    def completed(self, knobs: Knobs) -> Knobs:
+        """With the accumulation of the global batch, in the one spelling of its effect."""
+        return self.canonical(replace(knobs, grad_accum_steps=self.accumulation(knobs)))
+
+    def accumulation(self, knobs: Knobs) -> int:
+        """Micro-steps that make the global batch out of a config's micro-batches."""
+        return self._per_rank[knobs.model_parallel_ranks] // knobs.micro_batch_size
+
+    def _accumulates(self, values: Mapping[str, Any]) -> bool:
+        """Whether a draw has more than one micro-step."""
+        parted = math.prod(int(values[OWN + name]) for name in MODEL_PARALLEL if OWN + name in values)
+        return bool(self._per_rank[parted] > values["micro_batch_size"])
 
     def _searched(self, drawn: Mapping[str, Any]) -> Knobs:
         """The config that a draw makes: where engines differ in what the trainer decides, each gets its own."""
@@ -180,6 +219,7 @@ class SearchSpace:
         base_reshard = job.baseline.reshard_after_forward
         # What decides whether others exist comes first.
         found: dict[str, tuple[Any, ...]] = {
+            **(self._own or {}),
             "engine": job.training.engines,
             "micro_batch_size": tuple(self.pairs) if micro == "auto" else micro or (base.micro_batch_size,),
             "num_workers": self._workers(job),
@@ -196,6 +236,10 @@ class SearchSpace:
             knob = ENGINE_KNOBS.get(name)
             if knob is None or set(knob.engines) & set(job.training.engines):
                 found[name] = self._extra(job, name)
+        if job.trainer is not None:
+            decided = {"engine", "micro_batch_size", *job.handed}
+            left = [name for name in found if name in KNOB_NAMES and name not in decided]
+            found |= {name: (_value(self.baseline, name),) for name in left}
         return {
             name: tuple(sorted(values)) if name in ORDERED and name != "activation_checkpointing" else values
             for name, values in found.items()
@@ -304,21 +348,21 @@ class SearchSpace:
         """One draw: a candidate of every knob that has an effect beside those drawn before it."""
         drawn: dict[str, Any] = {}
         for name in self.candidates:
-            if _exists(name, drawn, self.pairs):
+            if _exists(name, drawn, self._accumulates):
                 drawn[name] = choose(name)
         return drawn
 
     @functools.cached_property
     def num_draws(self) -> int:
         """Draws of candidates there are; no fewer than configs, as some draws are the same in effect."""
-        deciding = [name for name in DECIDING if name in self.candidates]
+        deciding = [name for name in self.candidates if name in DECIDING or name.startswith(OWN)]
         total = 0
         for values in itertools.product(*(self.candidates[name] for name in deciding)):
             one = dict(zip(deciding, values, strict=True))
             total += math.prod(
                 len(candidates)
                 for name, candidates in self.candidates.items()
-                if name not in deciding and _exists(name, one, self.pairs)
+                if name not in deciding and _exists(name, one, self._accumulates)
             )
         return total
 
@@ -341,7 +385,7 @@ class SearchSpace:
                 extended
                 for one in drawn
                 for extended in (
-                    ({**one, name: value} for value in values) if _exists(name, one, self.pairs) else (one,)
+                    ({**one, name: value} for value in values) if _exists(name, one, self._accumulates) else (one,)
                 )
             ]
         found: dict[Knobs, dict[str, Any]] = {}
@@ -357,6 +401,8 @@ class SearchSpace:
 
         def choose(name: str) -> Any:
             """The config's own value, or where that is no candidate the first that is the same in effect."""
+            if name.startswith(OWN):
+                return _value(spelled, name)
             field, values = _field(name), self.candidates[name]
             own = getattr(spelled, field)
             same = (value for value in values if self.canonical(replace(spelled, **{field: value})) == knobs)
@@ -456,7 +502,7 @@ class SearchSpace:
     @functools.cached_property
     def _usual(self) -> dict[str, Any]:
         """Of each knob the baseline's value, or the first candidate."""
-        own = {name: getattr(self.baseline, _field(name)) for name in self.candidates}
+        own = {name: _value(self.baseline, name) for name in self.candidates}
         return {name: own[name] if own[name] in values else values[0] for name, values in self.candidates.items()}
 
     @property
@@ -469,7 +515,19 @@ def _field(name: str) -> str:
     return "bucket_cap_mb" if name == DDP_CAP else name
 
 
-def _exists(name: str, values: Mapping[str, Any], pairs: Mapping[int, int]) -> bool:
+def _value(knobs: Knobs, name: str) -> Any:
+    """Of the knob that a candidate list is for."""
+    if name.startswith(OWN):
+        return dict(knobs.custom or ())[name.removeprefix(OWN)]
+    return getattr(knobs, _field(name))
+
+
+def custom_candidates(trainer: Trainer) -> dict[str, tuple[str, ...]]:
+    """Of the user's own knobs, under the sampler's names for them."""
+    return {OWN + name: values for name, values in trainer.custom.items()}
+
+
+def _exists(name: str, values: Mapping[str, Any], accumulates: Callable[[Mapping[str, Any]], bool]) -> bool:
     """Whether a candidate list has an effect beside `values`, which are drawn already, or a whole config."""
     engine = values.get("engine")
     if name in ENGINE_KNOBS and engine not in ENGINE_KNOBS[name].engines:
@@ -477,7 +535,7 @@ def _exists(name: str, values: Mapping[str, Any], pairs: Mapping[int, int]) -> b
     if name in ("keep_last_units", "reshard_group_size"):
         return bool(values["reshard_after_forward"])
     if name == "sync_each_micro_batch":
-        return pairs[values["micro_batch_size"]] > 1
+        return accumulates(values)
     if name == "prefetch_factor":
         return bool(values["num_workers"])
     if name in ("bucket_cap_mb", DDP_CAP):

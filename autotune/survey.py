@@ -56,18 +56,15 @@ class Survey:
         known = f"{peak.tflops_per_s:.3g} TFLOP/s per rank ({peak.source})" if peak.tflops_per_s else peak.source
         if self.study.achievable_tflops_per_s:
             known += f"; achievable in the model's matmuls: {self.study.achievable_tflops_per_s:.3g} TFLOP/s"
-        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
         limit = "none"
         if limits.limit_gib:
             usable = gib(limits.limit_gib * (1 - limits.headroom))
             limit = f"{gib(limits.limit_gib)} per rank, {usable} usable ({limits.headroom:.0%} headroom)"
         target = job.batch.target_world_size
-        batch = job.global_batch_size
         return (
             (f"  SIMULATED, nothing is measured: {self.study.simulated}\n" if self.study.simulated else "")
-            + f"  model: {model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, "
-            f"{flops} [{model.flops_convention}]\n"
-            f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step\n"
+            + f"  model: {self._describe_model()}\n"
+            f"  global batch: {job.batch_text}\n"
             f"  data: {self.data}\n"
             f"  device: {self.device_name}, {_ranks(job)}; peak: {known}\n"
             f"  memory limit: {limit}"
@@ -79,6 +76,15 @@ class Survey:
             )
             + ("\n  losses are not compared with the baseline's: the model has dropout" if model.is_random else "")
             + "".join(f"\n  {note}" for note in self.space.notes)
+        )
+
+    def _describe_model(self) -> str:
+        model = self.study.model
+        if self.study.job.model is None:
+            return "your trainer's own: parameters and FLOPs are counted in its trials"
+        flops = f"{model.flops_per_token / 1e6:.1f} MFLOP per token" if model.flops_per_token else "FLOPs not known"
+        return (
+            f"{model.num_params / 1e6:.1f} M parameters, {self.num_blocks} blocks, {flops} [{model.flops_convention}]"
         )
 
 
@@ -147,8 +153,9 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
         different = [
             f"{name}: {then.get(name)} -> {list(now[name])}" for name in now if list(now[name]) != then.get(name)
         ]
+        why = "; ".join(different) or "the batch, the baseline or fsdp-autotune itself changed"
         raise UserError(
-            f"{path}: the search space is another one now: {'; '.join(different) or 'the batch or baseline changed'}",
+            f"{path}: the search space is another one now: {why}",
             "an index into changed candidates would mean another value: start anew without --resume",
         )
     if world_size != runner.world_size:
@@ -217,7 +224,7 @@ def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Su
         simulated=runner.simulated,
     )
     data = _describe_data(job, found, runner.world_size)
-    shape = of_surveyed(job.model, found, job.training.precision)
+    shape = of_surveyed(job.model, found, job.training.precision) if job.model is not None else None
     cpu_share = _typed(float, content.get("cpu_share", 1.0))
     return Survey(study, space, _typed(str, content["device_name"]), facts.num_blocks, data, shape, cpu_share)
 
@@ -228,7 +235,7 @@ def _typed(kind: type[T], value: object) -> T:
 
 
 def _describe_data(job: Job, found: dict[str, Any], world_size: int) -> str:
-    if job.data.is_synthetic or "num_sequences" not in found:  # nobody has read it
+    if job.data is None or job.data.is_synthetic or "num_sequences" not in found:  # nobody has read it
         return str(found["data"])
     batch = job.global_batch_size // job.batch.target_world_size * world_size
     return (

@@ -59,8 +59,13 @@ class _JobModel(_Part):
     workload: str = "decoder"
 
 
+class _Trainer(_Part):
+    command: list[str]
+
+
 class _Job(_Part):
-    model: _JobModel
+    model: _JobModel = _JobModel()
+    trainer: _Trainer | None = None
 
 
 NOT_MEASURED = -1.0
@@ -151,13 +156,14 @@ class WarmStart:
 
     def _compare_models(self) -> list[str]:
         job, model = _checked(_Job, self.run / "job.yaml"), self._survey.model
+        own = self._study.job.trainer
         there = {
-            "workload": job.model.workload,
+            "workload": " ".join(job.trainer.command) if job.trainer else job.model.workload,
             "parameters": model.num_params,
             "FLOPs per token": model.flops_per_token,
         }
         here = {
-            "workload": self._study.job.model.workload,
+            "workload": " ".join(own.command) if own else self._study.job.workload,
             "parameters": self._study.model.num_params,
             "FLOPs per token": self._study.model.flops_per_token,
         }
@@ -240,8 +246,9 @@ def _spelled(knobs: Knobs, space: SearchSpace) -> Knobs | None:
     Ratios to a baseline are of one run, and so of one global batch: accumulation cancels in them, but for what both
     pay once a step.
     """
-    accumulation = space.pairs.get(knobs.micro_batch_size)
-    return None if accumulation is None else space.canonical(replace(knobs, grad_accum_steps=accumulation))
+    if knobs.micro_batch_size not in space.pairs or not space.knows(knobs.custom):
+        return None
+    return space.canonical(replace(knobs, grad_accum_steps=space.accumulation(knobs)))
 
 
 def _mean_rates(attempts: Sequence[Attempt], spell: Callable[[Knobs], Knobs | None]) -> dict[Knobs | None, float]:

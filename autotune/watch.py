@@ -16,6 +16,7 @@ from autotune.errors import UserError
 from autotune.folder import has_driver
 from autotune.history import History
 from autotune.job_file import load_job
+from autotune.loaded import read_study_file, study_of
 from autotune.measuring import Listener
 from autotune.rows import Attempt, Limits, attempt_from_row
 from autotune.stages import BASELINE, SIDE_BY_SIDE
@@ -54,16 +55,15 @@ class Follower:
         for line in skipped:
             self._viewer.message(f"  skipped {line}")
         if rows:
-            headroom = load_job(str(self.run / "job.yaml")).cluster.memory_headroom
+            limits = study_of(load_job(str(self.run / "job.yaml")), read_study_file(self.run)).limits
             for row in rows:
-                self._show(row, headroom)
+                self._show(row, limits)
         for spec in self._orders():
             self._viewer.trial_started(spec, None)
 
-    def _show(self, row: dict[str, Any], headroom: float) -> None:
-        is_gpu = row["driver_version"] or row["nccl_version"]
+    def _show(self, row: dict[str, Any], limits: Limits) -> None:
         try:
-            attempt = attempt_from_row(row, Limits("cuda" if is_gpu else "cpu", row["limit_gib"], headroom))
+            attempt = attempt_from_row(row, limits)
         except (ValueError, TypeError) as error:
             self._viewer.message(f"  skipped trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
             return

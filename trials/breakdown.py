@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 FRACTIONS = ("compute", "exposed_comm", "exposed_copy", "data_wait", "optimizer", "idle")
@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 """Start and end, seconds."""
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):  # noqa: UP042 (StrEnum is 3.11; ranks may run on 3.10)
     """What an event is."""
 
     MATMUL = "matmul"

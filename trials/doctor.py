@@ -17,13 +17,17 @@ import torch
 import torch.distributed as dist
 
 from trials import machine
+from trials.collectives import all_gather_single
 from trials.facts import GIB, MIB, Gpu, TorchFacts
-from trials.survey import cpu_name, device_facts
+from trials.machine import cpu_name
+from trials.survey import device_facts
 
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 COPY_S = 0.5
 MAX_GATHER_MIB = {"cpu": 64.0, "cuda": 1024.0}
 NUM_GATHERS = 10
+USUAL_UNIT_MIB = 64.0
+"""For a model that nobody describes."""
 
 
 def torch_facts() -> TorchFacts:
@@ -37,7 +41,7 @@ def torch_facts() -> TorchFacts:
             problem = str(error).splitlines()[0]
     build = f"cuda {torch.version.cuda}" if torch.version.cuda else f"hip {torch.version.hip or ''}"
     on_gpu = device_facts("cuda") if gpus else {"driver_version": "", "nccl_version": ""}
-    capabilities = torch.cpu.get_capabilities()
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # not every torch has it
     return TorchFacts(
         version=torch.__version__,
         gpu_build=build if torch.version.cuda or torch.version.hip else "",
@@ -90,7 +94,7 @@ def all_gather(unit_mib: float, device: str, slowest: Callable[[float], float]) 
     for _ in range(NUM_GATHERS + 2):
         slowest(0.0)  # all ranks begin at once
         started = time.perf_counter()
-        dist.all_gather_single(whole, part)
+        all_gather_single(whole, part)
         _synchronize(device)
         times_s.append(slowest(time.perf_counter() - started))
     received = whole.nbytes * (world_size - 1) / world_size

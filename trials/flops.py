@@ -129,7 +129,7 @@ def _count(workload: Workload, seq_len: int, activation_checkpointing: str) -> _
         model = workload.build_model()
         tokens = torch.zeros(1, seq_len + 1, dtype=torch.int64)
     apply_checkpointing(model, block_names(model, workload.blocks(model)), activation_checkpointing)
-    mapping: dict[Any, Any] = {aten._grouped_mm: _grouped_mm_flops}
+    mapping: dict[Any, Any] = {aten._grouped_mm: _grouped_mm_flops} if hasattr(aten, "_grouped_mm") else {}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, _AttentionRecompute() as attention:
         checked_loss(workload.loss, model, tokens).backward()  # type: ignore[no-untyped-call]
     return _Count(counter.get_total_flops() / seq_len, attention.flops / seq_len)

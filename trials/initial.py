@@ -29,7 +29,7 @@ def full_value(workload: Workload, seed: int, name: str, shape: torch.Size, devi
             and each rank draws all of them.
     """
     plain = name.replace(CHECKPOINT_PREFIX, "")
-    number = int.from_bytes(hashlib.sha256(f"{seed}/{plain}".encode()).digest()[:7])
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{plain}".encode()).digest()[:7], "big")
     drawn_on = device_to_draw_on(shape, device)
     with drawn_on:
         return workload.init_parameter(plain, shape, torch.Generator(drawn_on).manual_seed(number))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from trials.collectives import all_gather_single, reduce_scatter_single
 from trials.facts import FOREIGN_USE_GIB
 from trials.outcome import Outcome, TrialError
 
@@ -47,8 +48,8 @@ def use_threads_once() -> None:
     torch.ones(size, requires_grad=True).square().sum().backward()  # type: ignore[no-untyped-call]
     if dist.is_initialized():
         part, whole = torch.ones(size), torch.ones(size * dist.get_world_size())
-        works = [dist.all_gather_single(whole.clone(), part, async_op=True) for _ in range(8)]
-        works += [dist.reduce_scatter_single(part.clone(), whole, async_op=True) for _ in range(8)]
+        works = [all_gather_single(whole.clone(), part, async_op=True) for _ in range(8)]
+        works += [reduce_scatter_single(part.clone(), whole, async_op=True) for _ in range(8)]
         for work in works:
             work.wait()
 

@@ -47,9 +47,14 @@ INFRASTRUCTURE = frozenset({Outcome.NODE_LOST, Outcome.UNCLEAN_DEVICE, Outcome.I
 NOT_OF_THE_CONFIG = INFRASTRUCTURE | {Outcome.STORAGE_FAILED}
 """Outcomes that say nothing about the config. A disk that is full is full at the next attempt too."""
 
-OF_THE_WORKLOAD = frozenset({Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS})
+OF_THE_WORKLOAD = frozenset(
+    {Outcome.CRASHED, Outcome.INVALID, Outcome.MISAPPLIED, Outcome.WRONG_NUMERICS, Outcome.TOO_SHORT}
+)
 """Of a config that its user chose: the model or the settings are wrong."""
 
+VANISHED = "Vanished"
+"""In the place of an error's type: a rank of a user's own command began, and left no word. Its launcher's exit code
+says nothing of it."""
 EXIT_OOM = 78
 EXIT_FAILED = 70
 
@@ -191,7 +196,8 @@ def combine(ends: list[RankEnd], timed_out: bool, timeout_s: float) -> tuple[Out
 
 def _killed_for_memory(end: RankEnd) -> str:
     """What of a rank the kernel's OOM killer ended; empty if nothing."""
-    if end.oom_kills and end.outcome is None and end.exit_code == -signal.SIGKILL:
+    killed = end.outcome is None and end.exit_code == -signal.SIGKILL
+    if end.oom_kills and (killed or end.error_type == VANISHED):
         return f"rank {end.rank}"
     if end.oom_kills and _WORKER_DIED.search(end.reason):
         return f"a DataLoader worker of rank {end.rank}"

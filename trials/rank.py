@@ -39,7 +39,7 @@ from trials import (
 from trials.clock import clock_of
 from trials.engines import ShardedModel
 from trials.outcome import Outcome, TrialError
-from trials.record import COMPOSED, SHORT_MICRO_STEPS, Knobs, RankReport, TrialSpec
+from trials.record import COMPOSED, SHORT_MICRO_STEPS, TRAINER, Knobs, RankReport, TrialSpec
 from trials.step import Stepper, make_optimizer
 from trials.workload import Workload, load_workload
 
@@ -86,30 +86,39 @@ class Rank:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         for name, value in survey.device_facts(self.spec.device).items():
             setattr(self.report, name, value)
-        workload = load_workload(
-            self.spec.workload, {"seq_len": self.spec.seq_len, **self.spec.model}, self.spec.import_paths
-        )
+        # A user's own trainer builds its model itself; here it is only counted, if the job declares it.
+        workload = self._load_workload() if self.spec.workload != TRAINER else None
         if self.spec.knobs is None:
             self._survey(workload)
             if self.spec.stage == facts.STAGE:
                 self._measure_bandwidth()
         else:
+            assert workload is not None
             self._measure(workload, self.spec.knobs)
         self.enter("done")
         self.report.outcome = Outcome.OK.value
 
-    def _survey(self, workload: Workload) -> None:
+    def _load_workload(self) -> Workload:
+        arguments = {"seq_len": self.spec.seq_len, **self.spec.model}
+        return load_workload(self.spec.workload, arguments, self.spec.import_paths)
+
+    def _survey(self, workload: Workload | None) -> None:
         self.enter("survey")
-        found = survey.survey_model(workload, self.spec.seq_len, self.spec.precision)
-        dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size, self.spec.world_size)
-        found |= {"num_sequences": len(dataset), "data": dataset.description}
+        found: dict[str, Any] = survey.NOT_DECLARED
+        if workload is not None:
+            found = survey.survey_model(workload, self.spec.seq_len, self.spec.precision)
+        if workload is None or self.spec.data["source"] == TRAINER:
+            found |= {"data": "your trainer's own"}
+        else:
+            dataset = data.make_dataset(self.spec.data, self.spec.seq_len, workload.vocab_size, self.spec.world_size)
+            found |= {"num_sequences": len(dataset), "data": dataset.description}
         found["cpus_allowed"] = machine.cpus_allowed()
         if self.spec.device == "cuda":
             found |= survey.cuda_facts() | {"gpu_used_gib": memory.gpu_used_gib()}
         else:
             found |= survey.cpu_peak(self.spec.precision)
         self.report.survey = (self.report.survey or {}) | found
-        if self.spec.matmul_micro_batch_size is not None:
+        if self.spec.matmul_micro_batch_size is not None and workload is not None:
             self.enter("matmul_rate")
             self.report.survey["matmul_rate"] = self._matmul_rate(workload, self.spec.matmul_micro_batch_size)
 
@@ -127,7 +136,7 @@ class Rank:
         self.enter("process_group")
         self._init_process_group()
         self.enter("bandwidth")
-        unit_mib = max(self.report.survey["block_mib"])
+        unit_mib = max(self.report.survey["block_mib"]) if self.spec.workload != TRAINER else doctor.USUAL_UNIT_MIB
         gathered = doctor.all_gather(unit_mib, self.spec.device, self._slowest)
         self.report.survey["bandwidth"] = dataclasses.asdict(facts.Bandwidth(copy_gb_per_s, *gathered))
 

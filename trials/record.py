@@ -15,10 +15,14 @@ PYTHON_STDLIB = "python-stdlib"
 SYNTHETIC = "synthetic"
 """`data.source` for random tokens; the loader is then not measured."""
 
+TRAINER = "trainer"
+"""Stands for workload and data where the user's own command has them."""
+
 ENGINES = ("fsdp2", "fsdp1", "ddp")
 BACKWARD_PREFETCH = ("pre", "post", "none")
 ATTENTION_BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
 _KNOB_TYPES: dict[str, tuple[type, ...]] = {
+    "Custom | None": (tuple, type(None)),
     "int": (int,),
     "bool": (bool,),
     "float": (int, float),
@@ -54,6 +58,10 @@ ENGINE_KNOBS: dict[str, EngineKnob] = {
     "backward_prefetch": EngineKnob(("fsdp1",), "pre", values=BACKWARD_PREFETCH),
     "forward_prefetch": EngineKnob(("fsdp1",), False),
 }
+
+
+Custom = tuple[tuple[str, str], ...]
+"""Names and values of a user's own knobs, as text, in the order of their names."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,8 @@ class Knobs:
     """Of scaled_dot_product_attention: torch's choice, or only flash, efficient, cudnn or math."""
     fused_optimizer: bool = False
     """One kernel for the whole AdamW update."""
+    custom: Custom | None = None
+    """Of a user's own trainer: the knobs that only it knows. None: the ranks are ours."""
 
     def __post_init__(self) -> None:
         """A knob that the engine has not is None; one that it has and that was not given is torch's default."""
@@ -123,17 +133,27 @@ class Knobs:
         if self.engine == "ddp":
             object.__setattr__(self, "blocks_per_unit", None)
 
+    @property
+    def model_parallel_ranks(self) -> int:
+        """Ranks that work on the same sequences: tp x cp x pp, of a user's own knobs by these names."""
+        return math.prod(int(value) for name, value in self.custom or () if name in MODEL_PARALLEL)
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"custom": None if self.custom is None else dict(self.custom)}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Knobs:
-        """Knobs from a file that anybody may have written.
+        """Knobs from a file that anybody may have written. Of a user's own trainer, what it decides itself is null.
 
         Raises:
             TypeError: a knob that is missing or unknown.
             ValueError: a value that is none of the knob's.
         """
+        custom = values.get("custom")
+        if custom is not None:
+            _check_custom(custom)
+            values = values | {name: usual for name, usual in UNTOUCHED.items() if values.get(name) is None}
+            values = values | {"custom": tuple(sorted(custom.items()))}
         knobs = Knobs(**values)
         for field_ in dataclasses.fields(Knobs):
             value, wanted = values.get(field_.name, field_.default), _KNOB_TYPES[str(field_.type)]
@@ -155,6 +175,27 @@ class Knobs:
         return knobs
 
 
+def _check_custom(custom: Any) -> None:
+    if not isinstance(custom, dict) or not all(isinstance(text, str) for pair in custom.items() for text in pair):
+        raise ValueError(f"custom = {custom!r}: expected names and values as text")
+    for name in MODEL_PARALLEL:
+        if name in custom and not (custom[name].isdecimal() and int(custom[name])):
+            raise ValueError(f"custom.{name} = {custom[name]!r}: expected a number of ranks")
+
+
+MODEL_PARALLEL = ("tp", "cp", "pp")
+"""A user's own knobs of these names (tensor, context, pipeline parallel) part the ranks of one data-parallel rank."""
+UNTOUCHED: dict[str, Any] = {
+    "sync_each_micro_batch": True,
+    "bucket_cap_mb": 1.0,
+    "blocks_per_unit": 1,
+    "activation_checkpointing": "none",
+    "num_workers": 0,
+    "compile": False,
+    "attention_backend": "auto",
+    "fused_optimizer": False,
+}
+"""What stands for knobs that a user's own trainer decides itself; files have null in their place."""
 FSDP1_KNOBS = ("limit_all_gathers", "backward_prefetch", "forward_prefetch")
 KNOB_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Knobs))
 
@@ -273,6 +314,8 @@ class TrialSpec:
     too, as trace-rank-N.json.gz in the trial's folder)."""
     profile_above: float | None = None
     """Tokens/s per rank: the profile is for a config that was measured faster. None: for any."""
+    trainer: dict[str, Any] | None = None
+    """The user's own command, instead of workload and data: the fields of `trials.command.Command`."""
     checkpoint_dir: str | None = None
     """Of an endurance run: after the timed blocks the config evaluates, and saves and loads a checkpoint there."""
 
@@ -282,8 +325,11 @@ class TrialSpec:
         update's effect and all memory of a whole step."""
         return min(self.measure.warmup_steps, COMPOSED_WARMUP_STEPS) if self.composed else self.measure.warmup_steps
 
+    def _to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"knobs": None if self.knobs is None else self.knobs.to_dict()}
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(self._to_dict(), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> TrialSpec:
@@ -296,7 +342,7 @@ class TrialSpec:
 
     def digest(self) -> str:
         """Names what is measured: equal digests measure the same thing, whatever the trial, stage or attempt."""
-        values = dataclasses.asdict(self)
+        values = self._to_dict()
         for label in ("trial", "stage", "round", "attempt", "import_paths", "checkpoint_dir"):
             del values[label]
         for beside_the_measurement in BESIDE_THE_MEASUREMENT:
@@ -340,6 +386,13 @@ class RankReport:
     applied: dict[str, Any] | None = None
     """The knobs as read back from the live objects."""
     micro_batch_tokens: int = 0
+    tokens_per_step: float | None = None
+    """Of a user's own trainer: tokens of the timed window / its steps, mean over ranks. None: micro-batch x
+    accumulation."""
+    probe_log: str | None = None
+    """Of a user's own trainer: what the probe wrote on this rank."""
+    num_trainable_params: int | None = None
+    """Of a user's own trainer, over all ranks."""
     num_steps: int = 0
     block_times_s: list[float] = field(default_factory=list)
     """Seconds per optimizer step of each timed block, slowest rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -12,9 +11,20 @@ import torch
 from torch import nn
 
 from trials.flops import matmul_params, model_flops
+from trials.machine import cpu_name
 from trials.workload import Workload
 from trials.wrap import block_mib, block_names
 
+NOT_DECLARED: dict[str, Any] = {
+    "num_params": 0,
+    "num_matmul_params": 0,
+    "num_blocks": 1,
+    "block_mib": [1.0],
+    "flops_per_token": None,
+    "flops_per_token_causal": None,
+    "flops_convention": "counted in the trials",
+}
+"""Of a user's own trainer whose model the job does not describe: stands in for what nobody knows."""
 PROBE_SIZES = (512, 1024, 2048)
 PROBE_S = 2.0
 
@@ -66,15 +76,6 @@ def cuda_facts() -> dict[str, float]:
         "sm_count": properties.multi_processor_count,
         "device_memory_gib": properties.total_memory / 2**30,
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _nvidia_driver_version() -> str:

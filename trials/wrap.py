@@ -21,17 +21,19 @@ from trials.workload import Workload
 aten = torch.ops.aten
 # Outputs that selective_op keeps: every matmul (bmm is what SDPA becomes on `meta`), and SDPA on each device.
 KEPT_OPS: frozenset[Any] = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._grouped_mm.default,  # experts'
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
+    getattr(aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_grouped_mm",  # experts'
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(aten, name)  # not every torch that ranks may run on has all
 )
 
 
@@ -113,6 +115,7 @@ def read_back(model: ShardedModel) -> dict[str, Any]:
     return found | {
         "activation_checkpointing": read_checkpointing(model.blocks),
         "compile": one_of({block._compiled_call_impl is not None for block in model.blocks}),
+        "custom": None,  # knobs of a user's own trainer, which this is not
     }
 
 

@@ -14,8 +14,11 @@ from typing import Any
 
 import psutil
 
+from autotune.cluster.interpreter import OURS, Interpreter
 from autotune.cluster.oom_killer import oom_kills
 from autotune.cluster.processes import ExecLauncher, ForkLauncher, Launcher, kill_groups, process_state
+from trials.command_env import prepare_node
+from trials.record import TrialSpec
 
 LOG_KEEP_BYTES = 1024 * 1024
 """Kept of each end of a log that is longer than twice this."""
@@ -69,16 +72,24 @@ class NodeAgent:
         device: `cpu` or `cuda`.
         launcher: `fork` (CPU ranks from a warm server) or `exec` (a fresh interpreter a rank).
         threads_per_rank: OMP_NUM_THREADS of CPU ranks.
+        interpreter: of the ranks; a user's own command is started by ours all the same.
     """
 
-    def __init__(self, device: str, launcher: str, threads_per_rank: int = 1) -> None:
+    def __init__(self, device: str, launcher: str, threads_per_rank: int = 1, interpreter: Interpreter = OURS) -> None:
         # Ray's workers may have inherited the driver's mask (slots.py); what ranks start must end by SIGTERM as usual.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._scratch = Path(tempfile.mkdtemp(prefix="autotune-"))
+        prepare_node(self._scratch)
         self._env: dict[str, str] = {"OMP_NUM_THREADS": str(threads_per_rank)} if device == "cpu" else {}
-        self._launcher: Launcher = (
-            ForkLauncher(self._env, self._scratch / "forkserver.log") if launcher == "fork" else ExecLauncher()
+        self._ranks_env = self._env | interpreter.environment(self._scratch)
+        self._ranks: Launcher = (
+            ForkLauncher(self._ranks_env, self._scratch / "forkserver.log", interpreter=interpreter)
+            if launcher == "fork"
+            else ExecLauncher(interpreter=interpreter)
         )
+        self._commands = ExecLauncher("trials.command")
+        self._launcher: Launcher = self._ranks
+        """The one that started the present gang."""
         self._pids: dict[int, int] = {}
         self._exits: dict[int, tuple[int, float]] = {}
         self._logs: dict[int, Path] = {}
@@ -111,33 +122,42 @@ class NodeAgent:
         self._exits, self._logs, self._remote_log = {}, {}, set()
         self._started = time.monotonic()
         self._oom_kills_before = oom_kills()
-        for local_rank, rank in enumerate(ranks):
-            shared = Path(log_dir)
-            folder = shared if shared.is_dir() else self._scratch
+        trainer = TrialSpec.from_json(spec_json).trainer
+        self._launcher = self._ranks if trainer is None else self._commands
+        own_env = self._ranks_env if trainer is None else self._env
+        shared = Path(log_dir)
+        folder = shared if shared.is_dir() else self._scratch
+        # A command that starts its own ranks is one process for all of them, with one log.
+        at_once = len(ranks) if trainer is not None and trainer["launcher"] == "self" else 1
+        for local_rank in range(0, len(ranks), at_once):
+            together = ranks[local_rank : local_rank + at_once]
+            rank = together[0]
             if folder is self._scratch:
                 self._remote_log.add(rank)
             self._logs[rank] = folder / f"rank-{rank}.log"
             order = {
                 "spec": spec_json,
                 "report": str(self._report_path(rank)),
+                "reports": {str(one): str(self._report_path(one)) for one in together},
+                "scratch": str(self._scratch),
                 "folder": str(folder) if folder is shared else None,
             }
-            rank_env = {**self._env, **env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            self._pids[rank] = self._launcher.start(order, rank_env, self._logs[rank])
+            rank_env = {**own_env, **env, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            pid = self._launcher.start(order, rank_env, self._logs[rank])
+            self._pids |= dict.fromkeys(together, pid)
 
     def poll(self, timeout_s: float) -> NodeStatus:
         """Waits at most `timeout_s` for a rank to end."""
-        by_pid = {pid: rank for rank, pid in self._pids.items()}
         for pid, code in self._launcher.ended(timeout_s).items():
-            if pid in by_pid:
-                self._exits[by_pid[pid]] = (code, time.monotonic() - self._started)
+            ended = code, time.monotonic() - self._started
+            self._exits |= {rank: ended for rank, its_pid in self._pids.items() if its_pid == pid}
         return NodeStatus([rank for rank in self._pids if rank not in self._exits], dict(self._exits))
 
     def finish(self) -> NodeRecord:
         """Ends whatever the gang left, DataLoader workers included, and hands over its reports."""
         ended_s = time.monotonic() - self._started
         states = {rank: process_state(pid) for rank, pid in self._pids.items() if rank not in self._exits}
-        leftover = kill_groups(list(self._pids.values()))
+        leftover = kill_groups(list(set(self._pids.values())))
         exits: dict[int, tuple[int | None, float]] = {
             rank: self._exits.get(rank, (None, ended_s)) for rank in self._pids
         }
@@ -148,16 +168,20 @@ class NodeAgent:
             if path.exists():
                 record.reports[rank] = path.read_text()
                 path.unlink()
+        for rank in self._logs:
             shorten(self._logs[rank])
             if rank in self._remote_log and self._logs[rank].exists():
                 record.logs[rank] = self._logs[rank].read_text(errors="replace")
                 self._logs[rank].unlink()
+        for left in self._scratch.glob("trial-*"):  # of a command that was ended
+            shutil.rmtree(left, ignore_errors=True)
         self._pids = {}
         return record
 
     def close(self) -> None:
         self.finish()
-        self._launcher.close()
+        for launcher in (self._ranks, self._commands):
+            launcher.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _report_path(self, rank: int) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autotune.cluster.agent import NodeRecord, NodeStatus
 from autotune.cluster.slots import Slot
+from autotune.trainer.judged import judged
 from trials.outcome import Outcome, RankEnd, combine
 from trials.record import RankReport, TrialSpec
 
@@ -62,6 +63,8 @@ def run_gang(
         result = _run_once(slot, spec, log_dir, timeout_s, stop)
         if stop.is_set():
             return replace(result, outcome=Outcome.INTERRUPTED, reason="the run was interrupted", failed_rank=None)
+        if spec.trainer is not None:
+            result = judged(spec, result, log_dir)
         if result.outcome is not Outcome.CRASHED or not _PORT_TAKEN.search(result.reason):
             break
     return result

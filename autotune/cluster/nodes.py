@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from autotune.cluster.interpreter import OURS, Interpreter, interpreter_of
 from autotune.errors import UserError
 from autotune.job import Cluster
 
@@ -38,10 +39,16 @@ class Demand:
     ranks_per_node: int
     labels: dict[str, str]
     claim_cpus: bool
+    interpreter: Interpreter = OURS
 
 
-def demand_of(cluster: Cluster, device: str) -> Demand:
-    launcher = cluster.launcher
+def demand_of(cluster: Cluster, device: str, starts_commands: bool = False) -> Demand:
+    """What a job's trials need.
+
+    Args:
+        starts_commands: ranks are the user's own command, which nothing can fork.
+    """
+    launcher = "exec" if starts_commands else cluster.launcher
     if launcher == "auto":
         launcher = "fork" if device == "cpu" else "exec"
     return Demand(
@@ -51,6 +58,7 @@ def demand_of(cluster: Cluster, device: str) -> Demand:
         ranks_per_node=cluster.ranks_per_node,
         labels=dict(cluster.labels),
         claim_cpus=cluster.address != "local",
+        interpreter=interpreter_of(cluster),
     )
 
 

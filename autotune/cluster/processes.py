@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-MODULE_COMMAND = (sys.executable, "-P", "-m")  # -P: never import from the folder the user stands in
+from autotune.cluster.interpreter import OURS, Interpreter
+from trials.adopted import descendants
 
 
 class Launcher(Protocol):
@@ -32,9 +33,15 @@ class Launcher(Protocol):
 
 
 class ExecLauncher:
-    """A fresh interpreter a rank, as torchrun starts them: right for GPUs, 3 s slower on CPU."""
+    """A fresh interpreter a rank, as torchrun starts them: right for GPUs, 3 s slower on CPU.
 
-    def __init__(self) -> None:
+    Args:
+        module: that takes the order.
+        interpreter: that runs it.
+    """
+
+    def __init__(self, module: str = "trials.entry", interpreter: Interpreter = OURS) -> None:
+        self._command = interpreter.module(module)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, order: dict[str, Any], env: dict[str, str], log: Path) -> int:
@@ -42,7 +49,7 @@ class ExecLauncher:
         path.write_text(json.dumps(order))
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*MODULE_COMMAND, "trials.entry", str(path)],
+                [*self._command, str(path)],
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -74,10 +81,12 @@ class ForkLauncher:
         env: set before the server loads its libraries, which read OMP_NUM_THREADS and the like only once.
     """
 
-    def __init__(self, env: dict[str, str], log: Path, ready_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, env: dict[str, str], log: Path, ready_timeout_s: float = 120.0, interpreter: Interpreter = OURS
+    ) -> None:
         with log.open("ab") as output:
             self._server = subprocess.Popen(
-                [*MODULE_COMMAND, "trials.forkserver"],
+                interpreter.module("trials.forkserver"),
                 env={**os.environ, **env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -139,21 +148,35 @@ class ForkLauncher:
             self._server.kill()
 
 
-def kill_groups(leaders: list[int], timeout_s: float = 10.0) -> list[int]:
-    """SIGKILLs the process groups led by `leaders` and waits until they are gone.
+def kill_groups(leaders: list[int], timeout_s: float = 20.0) -> list[int]:
+    """SIGKILLs all that descends from `leaders`, then their process groups, and waits until they are gone, up to
+    `timeout_s` for either.
+
+    Descendants first: some may lead groups of their own (torchrun's ranks), and while their ancestor lives, which is
+    given its orphans, all can be found.
 
     Returns:
         Pids of members that are still there after `timeout_s`; empty when all is clean.
     """
+    deadline = time.monotonic() + timeout_s
+    while (left := [pid for leader in leaders for pid in _living(descendants(leader))]) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    deadline = time.monotonic() + timeout_s
     for leader in leaders:
         try:
             os.killpg(leader, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    deadline = time.monotonic() + timeout_s
-    while (left := group_members(leaders)) and time.monotonic() < deadline:
+    while (members := group_members(leaders)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return left
+    return sorted({*_living(left), *members})
+
+
+def _living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if process_state(pid) not in ("", psutil.STATUS_ZOMBIE)]
 
 
 def group_members(leaders: list[int]) -> list[int]:

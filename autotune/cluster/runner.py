@@ -13,6 +13,7 @@ from typing import Protocol
 
 from autotune.clock import Clock
 from autotune.cluster.gang import GangResult, run_gang
+from autotune.cluster.interpreter import check_interpreter
 from autotune.cluster.nodes import demand_of
 from autotune.cluster.slots import READY_TIMEOUT_S, Slot, make_slot, make_slots, ray_session
 from autotune.errors import AutotuneError, InfrastructureError, UserError
@@ -71,7 +72,7 @@ class SlotRunner:
         self.clock: Clock = time
         self.world_size = job.cluster.world_size
         self.num_lost = 0
-        self._demand = demand_of(job.cluster, device)
+        self._demand = demand_of(job.cluster, device, job.trainer is not None)
         self._num_slots = job.cluster.parallel_trials
         self._silent: set[str] = set()
         """Nodes that did not answer when their slot was given up."""
@@ -160,10 +161,11 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
         UserError: the cluster has less than the job asks for.
         InfrastructureError: Ray or an agent does not start.
     """
+    check_interpreter(job.cluster)
     with ray_session(job.cluster.address, job.cluster.ranks_per_node, ray_log):
-        device = _device(job)
+        device = device_of(job)
         if device == "cpu" and job.cluster.address == "local":
-            _refuse_a_crowd(job.cluster.ranks_per_node)
+            refuse_a_crowd(job.cluster.ranks_per_node)
         runner = SlotRunner(job, device)
         try:
             yield runner
@@ -171,7 +173,7 @@ def open_runner(job: Job, ray_log: Path) -> Iterator[SlotRunner]:
             runner.close()
 
 
-def _refuse_a_crowd(ranks: int) -> None:
+def refuse_a_crowd(ranks: int) -> None:
     """Ray would believe any number of CPUs. Two ranks on one CPU are let through: that shows how all works."""
     cpus = os.cpu_count() or 1
     if ranks > max(2, cpus):
@@ -181,7 +183,7 @@ def _refuse_a_crowd(ranks: int) -> None:
         )
 
 
-def _device(job: Job) -> str:
+def device_of(job: Job) -> str:
     if job.cluster.device != "auto":
         return job.cluster.device
     import ray

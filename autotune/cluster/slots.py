@@ -249,7 +249,7 @@ def _start_agents(demand: Demand, group: Any, reserved: dict[str, float]) -> tup
             num_gpus=reserved.get("GPU", 0),
             max_concurrency=1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote(demand.device, demand.launcher)
+        ).remote(demand.device, demand.launcher, interpreter=demand.interpreter)
         for index in range(demand.num_nodes)
     ]
     try:

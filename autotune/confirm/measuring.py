@@ -131,10 +131,11 @@ def _refuse_another_model(tuned: Tuned, here: TunedModel) -> None:
     there = tuned.model
     if here == there:
         return
+    trained = tuned.job.model.workload if tuned.job.model else "the trained model"
     raise OtherModelError(
         f"{tuned.run}: it was tuned for another model: {there.num_params:,} parameters and "
         f"{_flops(there.flops_per_token)} per token then, {here.num_params:,} and {_flops(here.flops_per_token)} now",
-        f"has {tuned.job.model.workload} changed since? tune it again: autotune run {tuned.run / 'job.yaml'}",
+        f"has {trained} changed since? tune it again: autotune run {tuned.run / 'job.yaml'}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class TunedModel(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    num_params: int
+    num_params: int | None
+    """None: of a trainer's own model, which the job does not declare."""
     flops_per_token: float | None
 
 
@@ -137,24 +139,35 @@ def _on_ranks(found: dict[str, Knobs], global_batch_size: int, ranks: int) -> di
 
     A fallback that does not divide is left out; and the best where it is the baseline.
     """
-    needed = [knobs.micro_batch_size for role, knobs in found.items() if role != FALLBACK]
-    able = [n for n in divisors(global_batch_size) if not any(global_batch_size // n % micro for micro in needed)]
+    needed = [knobs for role, knobs in found.items() if role != FALLBACK]
+    parted = math.lcm(*(knobs.model_parallel_ranks for knobs in needed))
+    able = [
+        n * parted
+        for n in divisors(global_batch_size)
+        if all(accumulation(knobs, global_batch_size, n * parted) for knobs in needed)
+    ]
     if ranks not in able:
         raise UserError(
             f"{ranks} ranks: a global batch of {global_batch_size} sequences in micro-batches of "
-            f"{' and '.join(str(micro) for micro in dict.fromkeys(needed))} does not divide over them; "
-            "nothing is rounded",
+            f"{' and '.join(str(micro) for micro in dict.fromkeys(k.micro_batch_size for k in needed))} does not "
+            "divide over them; nothing is rounded",
             f"numbers of ranks that it divides over: {', '.join(map(str, able))}",
         )
-    per_rank = global_batch_size // ranks
     on_ranks = {
-        role: replace(knobs, grad_accum_steps=per_rank // knobs.micro_batch_size)
+        role: replace(knobs, grad_accum_steps=steps)
         for role, knobs in found.items()
-        if per_rank % knobs.micro_batch_size == 0
+        if (steps := accumulation(knobs, global_batch_size, ranks))
     }
     if on_ranks[BEST] == on_ranks[BASELINE]:
         del on_ranks[BEST]
     return on_ranks
+
+
+def accumulation(knobs: Knobs, global_batch_size: int, ranks: int) -> int:
+    """Micro-steps that make exactly the global batch on so many ranks; 0: none do."""
+    sequences = global_batch_size * knobs.model_parallel_ranks
+    steps, left = divmod(sequences, ranks * knobs.micro_batch_size)
+    return 0 if left else steps
 
 
 def nodes_for(job: Job, ranks: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections import Counter
 
 from packaging.requirements import Requirement
 
+from autotune.cluster.interpreter import interpreter_of
 from autotune.cluster.nodes import describe
 from autotune.doctor.findings import Examination, Finding, NodeFacts, check, node_check
 from autotune.hardware import Peak, peak_for
@@ -51,6 +52,8 @@ def model(exam: Examination) -> Finding | None:
     if exam.survey is None:
         return None
     facts = exam.survey.study.model
+    if exam.job.model is None:
+        return Finding("ok", "model", "your trainer's own: parameters and FLOPs are counted in its trials")
     flops = f"{facts.flops_per_token / 1e6:,.1f} MFLOP per token" if facts.flops_per_token else "FLOPs not known"
     size = f"{facts.num_params / 1e6:,.1f} M parameters, {exam.survey.num_blocks} blocks, {flops}"
     return Finding("ok", "model", f"{size}; data: {exam.survey.data}")
@@ -304,7 +307,7 @@ def memory(exam: Examination, node: NodeFacts) -> Finding | None:
 @node_check
 def states_fit(exam: Examination, node: NodeFacts) -> Finding | None:
     """Whether weights, gradients and the optimizer's states alone leave room for anything else."""
-    if exam.survey is None:
+    if exam.survey is None or exam.job.model is None:
         return None
     study, engines = exam.survey.study, exam.job.training.engines
     num_shards = 1 if engines == ("ddp",) else study.world_size
@@ -326,7 +329,7 @@ def shared_memory(exam: Examination, node: NodeFacts) -> Finding | None:
     workers, free_mib = _most(exam, "num_workers"), node.machine.shm_free_mib
     if free_mib is None:
         return Finding("problem", "/dev/shm", "missing, or not writable: loader workers need it", how)
-    batch_mib = _most(exam, "micro_batch_size") * (exam.job.model.seq_len + 1) * 8 / MIB
+    batch_mib = _most(exam, "micro_batch_size") * ((exam.job.seq_len or 0) + 1) * 8 / MIB
     needed_mib = exam.job.cluster.ranks_per_node * workers * (_most(exam, "prefetch_factor") + 1) * batch_mib
     value = f"{gib(free_mib / 1024)} free; loaders may hold {needed_mib:.3g} MiB of batches"
     if needed_mib > free_mib:
@@ -417,6 +420,10 @@ def versions(exam: Examination, node: NodeFacts) -> Finding | None:
     shown |= {"CUDA or ROCm": torch.gpu_build or "none in this torch"}
     shown |= {"NCCL": torch.nccl_version, "driver": torch.driver_version}
     value = ", ".join(f"{name} {version}" for name, version in shown.items() if version)
+    interpreter = interpreter_of(exam.job.cluster)
+    if interpreter.is_foreign:
+        # The user's own, of which nothing is asked but what the ranks have just done in it.
+        return Finding("ok", "versions", f"{' '.join([*interpreter.prefix, interpreter.python or 'python'])}: {value}")
     wrong = _out_of_range(machine.versions)
     if wrong:
         how = "install fsdp-autotune anew there, with the versions that it asks for"

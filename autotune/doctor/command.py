@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.doctor import checks  # noqa: F401 (puts the checks on the list)
+from autotune.doctor import checks, trainer_checks  # noqa: F401 (puts the checks on the list)
 from autotune.doctor.examine import examine
 from autotune.doctor.findings import Examination, Finding, exit_code, run_checks
 from autotune.errors import UserError

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from autotune.cluster.gang import GangResult
+from autotune.cluster.interpreter import MODULE_COMMAND
 from autotune.cluster.nodes import alive_nodes
-from autotune.cluster.processes import MODULE_COMMAND
 from autotune.cluster.runner import SlotRunner, open_runner
 from autotune.doctor.findings import Examination, Finding, NodeFacts, RankFacts
 from autotune.errors import AutotuneError, InfrastructureError, UserError

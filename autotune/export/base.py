@@ -34,7 +34,8 @@ class Best:
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        return self.knobs.micro_batch_size * self.knobs.grad_accum_steps * self.world_size
+        steps = self.knobs.micro_batch_size * self.knobs.grad_accum_steps
+        return steps * self.world_size // self.knobs.model_parallel_ranks
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,13 @@ def carried_without(lost: Iterable[str]) -> tuple[str, ...]:
 def header(best: Best, title: str, checked: Mapping[str, str]) -> list[str]:
     """The first lines of every exported file, without comment signs."""
     versions = " and ".join(f"{package} {series}" for package, series in checked.items())
+    of_tokens = f" of {best.seq_len} tokens" if best.seq_len else ""
     return [
         f"{title}, written by {PRODUCT}.",
-        f"For {best.world_size} ranks, {best.precision}, and {best.global_batch_size} sequences of "
-        f"{best.seq_len} tokens per optimizer step over all ranks.",
+        f"For {best.world_size} ranks, {best.precision}, and {best.global_batch_size} sequences{of_tokens} "
+        "per optimizer step over all ranks.",
         *best.evidence,
-        f"What each key does was checked with {versions}.",
+        *([f"What each key does was checked with {versions}."] if checked else []),
         *unchecked(checked),
     ]
 

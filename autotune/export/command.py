@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.best import read_best, to_exportable
+from autotune.best import left_to_the_trainer, read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import Best, Exported, export, exporter
+from autotune.report.text import count, rate
+from autotune.trainer.exported import TARGET as COMMAND
+from autotune.trainer.exported import export_command
+from trials.record import Knobs
 
 INCOMPLETE = "--incomplete"
 
@@ -20,27 +24,30 @@ class Written:
     best: Best
     exported: Exported
     paths: list[Path]
+    left: list[str]
+    """Knobs that the user's own trainer decides."""
     warnings: tuple[str, ...]
     """What to know before relying on it."""
 
 
-def export_run(run: Path, target: str, output: Path | None, incomplete: bool) -> Written:
+def export_run(run: Path, target: str, output: Path | None, incomplete: bool, confirmed: bool = False) -> Written:
     """Writes the winner of `run` for the trainer called `target`.
 
     Args:
         output: the file to write, further ones beside it; or a folder that exists. None: RUN/export/TARGET/.
         incomplete: take the best so far of a run that has not ended.
+        confirmed: take what `autotune confirm` found to hold on the real run's ranks, instead of the winner.
 
     Raises:
-        UserError: no such trainer; a run that has not ended or has no winner; settings that the trainer cannot take; a
-            file that cannot be written.
+        UserError: no such trainer; a run that has not ended, has no winner or was not confirmed; settings that the
+            trainer cannot take; a file that cannot be written.
     """
-    trainer = exporter(target)  # before the run is read: a wrong name is seen at once
+    trainer = None if target == COMMAND else exporter(target)  # before the run is read: a wrong name is seen at once
     content = _winner(run, incomplete)
-    best = to_exportable(content)
-    exported = export(target, best)
-    warnings = (*_of_the_run(content), *trainer.warnings)
-    return Written(best, exported, _write(exported, run, target, output), warnings)
+    best = _that_held(run, content) if confirmed else to_exportable(content)
+    exported = export_command(run, best) if trainer is None else export(target, best)
+    warnings = (*_of_the_run(content), *(trainer.warnings if trainer is not None else ()))
+    return Written(best, exported, _write(exported, run, target, output), left_to_the_trainer(content), warnings)
 
 
 def _winner(run: Path, incomplete: bool) -> dict[str, Any]:
@@ -56,6 +63,22 @@ def _winner(run: Path, incomplete: bool) -> dict[str, Any]:
             f"`autotune run {run}/job.yaml --resume` goes on with it; or give {INCOMPLETE} to export it all the same",
         )
     return content
+
+
+def _that_held(run: Path, content: dict[str, Any]) -> Best:
+    found = content["confirmed"]
+    if found is None:
+        raise UserError(
+            f"{run}: nothing was confirmed", f"`autotune confirm {run} -- COMMAND` does, on the real run's ranks"
+        )
+    own = rate(found["tokens_per_s_per_rank"])
+    evidence = [
+        f"The {found['held']}, {own} tokens/s per rank on {count(found['world_size'], 'rank')}, {found['at'][:10]}.",
+        f"Confirmation: {found['why']}",
+        f"Tuned on {count(content['fingerprint']['world_size'], 'rank')}: {content['verdict']}",
+    ]
+    knobs = Knobs.from_dict(found["settings"])
+    return replace(to_exportable(content), knobs=knobs, world_size=found["world_size"], evidence=evidence)
 
 
 def _of_the_run(content: dict[str, Any]) -> list[str]:

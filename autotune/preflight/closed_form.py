@@ -86,7 +86,7 @@ def closed_form(
     """
     setting = Setting(world_size, job.training.precision, device)
     rates = rates_of(find_device(device_name), job, device, peak_tflops_per_s)
-    return ClosedForm(shape, setting, rates, has_loader=not job.data.is_synthetic)
+    return ClosedForm(shape, setting, rates, has_loader=job.has_loader)
 
 
 UNKNOWN = Rates(312.0, 2039.0, 300.0, NETWORK_GB_PER_S, 8)

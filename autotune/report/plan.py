@@ -42,13 +42,13 @@ def print_plan(console: Console, plan: Plan) -> None:
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
     size = f"{_count(shape.num_params)} parameters, " if shape else ""
-    batch = job.global_batch_size
+    blocks = f"{plan.space.facts.num_blocks} blocks; " if job.model is not None else ""
     limit = "none known" if plan.limit_gib is None else f"{gib(plan.limit_gib)} a rank"
     known = f"{plan.peak.tflops_per_s:.4g} TFLOP/s ({plan.peak.source})" if plan.peak.tflops_per_s else plan.peak.source
     lines = [
         "the job is valid; predictions only, nothing has been measured",
-        f"  model: {size}{plan.space.facts.num_blocks} blocks; {plan.counted}",
-        f"  global batch: {batch} sequences = {batch * job.model.seq_len:,} tokens per optimizer step",
+        f"  model: {size}{blocks}{plan.counted}",
+        f"  global batch: {job.batch_text}",
         f"  device: {plan.device_name or plan.device}; memory: {limit}; peak: {known}",
         f"  ranks: {plan.trial_world} a trial, {job.batch.target_world_size} in the real run",
         f"  space: {plan.num_configs:,} configs of "

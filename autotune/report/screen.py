@@ -54,6 +54,9 @@ class _Base:
         self.message(f"  space: {num_configs:,} distinct configs")
 
     def settings(self, knobs: Knobs, stage: str) -> str:
+        if stage == "baseline" and knobs.custom is not None:
+            own = "".join(f", {name} {own}" for name, own in knobs.custom)
+            return f"micro {knobs.micro_batch_size}, accum {knobs.grad_accum_steps}{own}"
         if stage == "baseline":
             return (
                 f"micro {knobs.micro_batch_size}, accum {knobs.grad_accum_steps}, ckpt {knobs.activation_checkpointing}"

@@ -40,7 +40,7 @@ def _settings(row: dict[str, Any]) -> Table:
 
 
 def _figures(study: Study, row: dict[str, Any]) -> Table:
-    tokens_per_s, seq_len = row["tokens_per_s_per_rank"], study.job.model.seq_len
+    tokens_per_s, seq_len = row["tokens_per_s_per_rank"], study.job.seq_len
     bounds = row["tokens_per_s_per_rank_low"], row["tokens_per_s_per_rank_high"]
 
     def with_interval(per_token: float, digits: str) -> str:
@@ -54,7 +54,7 @@ def _figures(study: Study, row: dict[str, Any]) -> Table:
     flops = row["flops_per_token"]
     figures = {
         "tokens/s per rank": with_interval(1, ",.0f"),
-        "samples/s per rank": with_interval(1 / seq_len, ".4g"),
+        "samples/s per rank": "-" if seq_len is None else with_interval(1 / seq_len, ".4g"),
         "optimizer step": f"{row['step_time_s']:.4g} s, {row['num_steps']} timed, drift {percent(row['drift'])}",
         "timing": f"{value(row['timing'])} steps{'' if row['loader_sustained'] else ', LOADER NOT SUSTAINED'}",
         "waiting for data": f"{row['data_wait_s']:.3g} s of the timed steps, worst rank",

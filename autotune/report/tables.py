@@ -45,6 +45,10 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
         table.add_row("gain, 95 % interval", "", f"{100 * (gain['ratio'] - 1):+.1f} % ({low} to {high})")
     table.add_section()
+    usual = baseline["settings"].get("custom") or {}
+    own = [(name, value(ours), value(usual.get(name))) for name, ours in (best["settings"].get("custom") or {}).items()]
+    for name, ours, theirs in own:
+        table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     for name in SHORT_NAMES:
         settings = best["settings"].get(name), baseline["settings"].get(name)
         if settings == (None, None) or (name not in ALWAYS_SHOWN and settings[0] == settings[1]):

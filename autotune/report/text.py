@@ -74,6 +74,8 @@ def differences(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
         # None is a knob of another engine, which `engine` says.
         if knobs.get(name) is not None and not _is_said(name, knobs) and knobs[name] != baseline.get(name)
     ]
+    usual = baseline.get("custom") or {}
+    changed += [f"{name} {value(own)}" for name, own in (knobs.get("custom") or {}).items() if own != usual.get(name)]
     return ", ".join(changed) or "as baseline"
 
 
@@ -89,6 +91,8 @@ def bottleneck_lines(name: str, figures: dict[str, Any]) -> list[str]:
         shares = [(part.replace("_", " "), figures["breakdown"].get(part)) for part in FRACTIONS]
         parts = [f"{part} {percent(share)}" for part, share in shares if share is not None and share >= LEAST_SHOWN]
         lines.append(f"A step of {name}: {', '.join(parts)}")
+    elif figures.get("bottlenecks"):
+        lines.append(f"What bounds {name}:")
     lines.extend(f"  {finding_line(finding)}" for finding in figures.get("bottlenecks") or [])
     return [printable(line) for line in lines]
 

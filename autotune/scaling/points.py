@@ -15,6 +15,7 @@ from typing import Any
 from autotune.interleaved import Figure, Interleaved
 from autotune.stages import SCALE
 from trials.outcome import NOT_OF_THE_CONFIG, Outcome
+from trials.record import Knobs
 
 STRONG, WEAK = "strong", "weak"
 MODES = (STRONG, WEAK)
@@ -46,8 +47,8 @@ class Point:
     """A fraction; None also where no peak is known."""
     efficiency: Figure | None = None
     """Tokens/s per rank over that on the fewest ranks measured, N0. Of weak scaling that is T(N0) / T(N), of strong
-    scaling N0 T(N0) / (N T(N)), with T the time of a step. 1 on N0 itself. 95 % interval; of a prediction, the range
-    of what each number of ranks that was measured leads to."""
+    scaling N0 T(N0) / (N T(N)), with T the time of a step. 1 on N0 itself; None of a config that ran nowhere else.
+    95 % interval; of a prediction, the range of what each number of ranks that was measured leads to."""
     exposed_comm_share: float | None = None
     """Of a profiled step, a fraction: communication that no compute hides; the median of its runs."""
     exposed_comm_s: float | None = None
@@ -107,16 +108,19 @@ def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world
     known = [row for row in of_the_config if Outcome(row["outcome"]) not in NOT_OF_THE_CONFIG]
     if not known:
         return None
-    per_rank = global_batch_size // target_world_size
     by_mode = {
-        STRONG: [row for row in known if batch_of(row) == global_batch_size],
-        WEAK: [row for row in known if batch_of(row) == per_rank * row["world_size"]],
+        mode: [
+            row
+            for row in known
+            if batch_of(row) == batch_on(global_batch_size, target_world_size, row["world_size"], mode)
+        ]
+        for mode in MODES
     }
     points = [point for mode, found in by_mode.items() for point in _points(mode, found)]
-    points = [point for point in points if _is_of_a_curve(point, points)]
+    points = [_with_curve(point, points) for point in points if _is_of_a_curve(point, points)]
     if not points:
         return None
-    largest = max((point.world_size for point in points if point.efficiency), default=0)
+    largest = max((point.world_size for point in points if point.num_runs), default=0)
     ranked = next((m for m in MODES if any(p.mode == m and p.world_size == largest for p in points)), STRONG)
     return Scaling(
         points=tuple(sorted(points, key=lambda point: (_order(point.role), point.mode, point.world_size))),
@@ -130,14 +134,33 @@ def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world
 
 def batch_of(row: dict[str, Any]) -> int:
     """Sequences per optimizer step of a row, over its ranks."""
-    knobs = row["knobs"]
-    return int(knobs["micro_batch_size"] * knobs["grad_accum_steps"] * row["world_size"])
+    knobs = Knobs.from_dict(row["knobs"])
+    return int(knobs.micro_batch_size * knobs.grad_accum_steps * row["world_size"] // knobs.model_parallel_ranks)
+
+
+def batch_on(global_batch_size: int, target_world_size: int, world_size: int, mode: str) -> int:
+    """Sequences per optimizer step that a mode asks for on so many ranks; 0 where weak scaling's share is no whole
+    number.
+
+    Args:
+        global_batch_size: of the job, whose real run has `target_world_size` ranks.
+    """
+    if mode == STRONG:
+        return global_batch_size
+    batch, rest = divmod(global_batch_size * world_size, target_world_size)
+    return 0 if rest else batch
 
 
 def _is_of_a_curve(point: Point, points: Sequence[Point]) -> bool:
     """Where strong and weak scaling have one batch, a point is of both; of a mode that has no other, it is of none."""
     sizes = {mode: {p.world_size for p in points if p.role == point.role and p.mode == mode} for mode in MODES}
     return len(sizes[point.mode]) > 1 or (all(len(found) < 2 for found in sizes.values()) and point.mode == STRONG)
+
+
+def _with_curve(point: Point, points: Sequence[Point]) -> Point:
+    """Without an efficiency where the config ran on one number of ranks alone: there is nothing to compare it with."""
+    sizes = {p.world_size for p in points if (p.role, p.mode) == (point.role, point.mode) and p.efficiency}
+    return point if len(sizes) > 1 else dataclasses.replace(point, efficiency=None)
 
 
 def _points(mode: str, rows: Sequence[dict[str, Any]]) -> list[Point]:
@@ -194,7 +217,7 @@ def _point(
         tokens_per_s_per_rank=rate,
         step_time_s=step,
         mfu=None if mfu is None else rate.times(mfu),
-        efficiency=Figure(1.0, 1.0, 1.0) if first == world_size else runs.ratio(config, (role, first)),
+        efficiency=runs.ratio(config, (role, first)),
         exposed_comm_share=share,
         exposed_comm_s=None if share is None else share * step.value,
     )

@@ -115,7 +115,7 @@ def shape_of(job: Job) -> Shape:
     Raises:
         UserError: it is not the built-in decoder.
     """
-    model = job.model
+    model, _ = job.built_in
     if model.workload != "decoder":
         raise UserError(
             f"model.workload = {model.workload}: the simulated cluster knows only the built-in decoder",

@@ -222,5 +222,5 @@ def survey_facts(job: Job, shape: Shape) -> dict[str, object]:
         "attention_recompute_flops_per_token": 2 * shape.num_layers * shape.q_size * shape.seq_len,
         "flops_convention": PALM_MATMUL.name,
         "is_random": False,
-        "data": f"{job.data.source}, not read ({LABEL})",
+        "data": f"{job.built_in[1].source}, not read ({LABEL})",
     }

@@ -178,6 +178,8 @@ def make_world(job: Job, cluster: SimulatedCluster) -> World:
         UserError: the cluster has less than the job asks for, or the job asks for what is not modelled.
     """
     asked = job.cluster
+    if job.trainer is not None:
+        raise UserError("trainer: a modelled cluster cannot run your command", "leave --simulate out")
     if asked.device == "cpu":
         raise UserError(
             "cluster.device = cpu: the simulated cluster is one of GPUs",

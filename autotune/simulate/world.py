@@ -376,7 +376,7 @@ class World:
 
     def _batch_s(self, micro_batch_size: int) -> float:
         """Of one loader process, for one micro-batch."""
-        data = self.job.data
+        _, data = self.job.built_in
         if data.is_synthetic:
             return 0.0
         stored = data.format in ("bin", "npy")

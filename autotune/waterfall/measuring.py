@@ -53,7 +53,7 @@ def measure_waterfall(
     """
     refuse_without_winner(folder, baseline, winner)
     survey = load_survey(job, runner, folder)
-    found = path(baseline, winner, survey.space.canonical)
+    found = path(baseline, winner, survey.space.completed)
     trial_s = mean_trial_s(history_rows(folder))
     most = num_trials(len(found.changes), repeats)
     forecast = Forecast({WATERFALL: Stage(most, most, trial_s or 1.0)}, is_rough=trial_s is None)

@@ -14,7 +14,9 @@ from typing import Any
 from autotune.interleaved import Figure, Interleaved
 from autotune.report.text import differences
 from autotune.stages import WATERFALL
+from autotune.waterfall.flat import flat
 from trials.outcome import NOT_OF_THE_CONFIG, Outcome
+from trials.record import Knobs
 
 JOINED = "+"
 """Between the knobs of one change, in its name."""
@@ -112,10 +114,11 @@ def _belongs(row: dict[str, Any], baseline: Mapping[str, Any] | None, winner: Ma
         return False
     if baseline is None or winner is None:
         return True
+    ours, theirs, of_row = flat(baseline), flat(winner), flat(Knobs.from_dict(row["knobs"]).to_dict())
     if not row["changes"]:
-        return bool(row["knobs"] == dict(baseline))
+        return of_row == ours
     changed = [knob for change in row["changes"] for knob in change.split(JOINED)]
-    return all(baseline.get(knob) != winner.get(knob) == row["knobs"].get(knob) for knob in changed)
+    return all(ours.get(knob) != theirs.get(knob) == of_row.get(knob) for knob in changed)
 
 
 class _Reading:

@@ -19,14 +19,14 @@ def print_waterfall(console: Console, made: Waterfall, peak_source: str) -> None
     notes = [f"{step.label}: one step; {step.note}" for step in _bars(made) if step.note]
     if len(made.alone) > 1:
         notes.append("Each change by itself, on the baseline:")
+        beyond = "" if all(one.worth for one in made.alone) else " (with what does not run alone)"
         for one in made.alone:
             what = (
                 _change(one.worth.tokens_per_s_per_rank) + " tokens/s" if one.worth else f"did not run: {one.problem}"
             )
             notes.append(f"  {one.label}: {what}")
-        notes.append(
-            f"  interactions, the total less their sum: {_change(made.interactions.tokens_per_s_per_rank)} tokens/s"
-        )
+        together = _change(made.interactions.tokens_per_s_per_rank)
+        notes.append(f"  interactions, the total less their sum{beyond}: {together} tokens/s")
     low, high = (f"{100 * end:+.1f} %" if end is not None else "-" for end in (made.gain.low, made.gain.high))
     notes.append(
         f"Winner against baseline: {100 * made.gain.value:+.1f} % (95 % interval {low} to {high}), "
@@ -41,18 +41,25 @@ def _bars(made: Waterfall) -> list[Step]:
 
 
 def _table(title: str, made: Waterfall, peak_source: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in ("tokens/s per rank", "TFLOP/s per rank", mfu_label(peak_source)):
-        table.add_column(name, justify="right")
-    table.add_column("95 % interval, tokens/s", justify="right")
-    table.add_row("baseline", *_levels(made.baseline), "")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("per rank")
+    for name in ("tokens/s", "95 % interval", "TFLOP/s", mfu_label(peak_source)):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("baseline", *_levels(made.baseline))
     for step in made.steps:
         table.add_row(Text(printable(step.label)), *_changes(step.worth))
     if made.not_measurable is not None:
         label = f"not measurable: {made.not_measurable.label}"
         table.add_row(Text(printable(label), style="dim"), *_changes(made.not_measurable.worth))
-    table.add_row("winner", *_levels(made.winner), "", style="bold")
+    table.add_row("winner", *_levels(made.winner), style="bold")
     return table
 
 
@@ -60,6 +67,7 @@ def _levels(worth: Worth) -> list[str]:
     tflops, mfu = worth.tflops_per_s_per_rank, worth.mfu
     return [
         f"{worth.tokens_per_s_per_rank.value:,.0f}",
+        "",
         f"{tflops.value:.4g}" if tflops else "-",
         f"{100 * mfu.value:.1f} %" if mfu else "-",
     ]
@@ -69,9 +77,9 @@ def _changes(worth: Worth) -> list[str]:
     tflops, mfu, tokens = worth.tflops_per_s_per_rank, worth.mfu, worth.tokens_per_s_per_rank
     return [
         f"{tokens.value:+,.0f}",
+        _interval(tokens),
         f"{tflops.value:+.3g}" if tflops else "-",
         f"{100 * mfu.value:+.1f} %" if mfu else "-",
-        _interval(tokens),
     ]
 
 

@@ -185,7 +185,7 @@ class Physics:
         self.step_s, self.allocated, self.pools, self.data_wait = np.array(found).T
         self._codes = {name: _codes(self.configs, name) for name in self.world.hidden.names}
         device = self.world.cluster.device
-        predictor = closed_form(self.job, of_model(self.job.model), "cuda", device, self.world.world_size)
+        predictor = closed_form(self.job, of_model(self.job.built_in[0]), "cuda", device, self.world.world_size)
         limit_gib, headroom = self.world.machine.memory_bytes / GIB, self.job.cluster.memory_headroom
         self.config_pools = {
             predicts: Pool(self.space, predictor if predicts else None, limit_gib, headroom)
@@ -246,7 +246,7 @@ class Landscape:
         memory = np.exp(np.sum([shared.table(name, hidden.memory_level) for name in MEMORY_KNOBS], axis=0))
         fragments = np.array([hidden.fragments(knobs) for knobs in self.configs])
         judged = judge(shared.allocated * memory, shared.pools * memory, fragments, world.capacity_bytes)
-        tokens = self.job.global_batch_size // self.job.batch.target_world_size * self.job.model.seq_len
+        tokens = self.job.global_batch_size // self.job.batch.target_world_size * (self.job.seq_len or 0)
         self.rates = tokens / (shared.step_s * np.exp(np.sum(effects, axis=0)) * (1 + judged.retry_cost))
         self.allocated_gib, self.needed_gib = shared.allocated * memory / GIB, judged.needed / GIB
         self.retries, self.reserved_gib = judged.retries, judged.reserved / GIB

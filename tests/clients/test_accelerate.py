@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from autotune.export import Best, export
-from trials.outcome import Outcome
-from trials.probe_log import differences, rank_outcome, throughput
+from trials.probe_log import differences
 from trials.record import Knobs
 
+from .exported import check
 from .harness import Run, free_port, run
 from .scripts.toy import NUM_PARAMETERS, SEQ_LEN
 
@@ -33,29 +33,12 @@ TUNED = {
     ),
 }
 NEEDS_A_GPU = "  fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false\n"
-NOT_READ = {"attention_backend"}
-"""Knobs that no object shows."""
-
-
 Exported = tuple[Run, Best, dict[str, str]]
 """A run, what was exported for it, and what the exporter cannot carry."""
 
 
 def best(case: str, **changes: Any) -> Best:
     return Best(replace(TUNED[case], **changes), "fp32", WORLD_SIZE, SEQ_LEN, evidence=[])
-
-
-def check(ran: Run, tuned: Best, lost: dict[str, str], num_parameters: int, seq_len: int) -> None:
-    """What was exported is what is read back, but for what the exporter says that it cannot carry."""
-    assert set(ran.codes) == {0}, ran.output
-    assert [rank_outcome(log).outcome for log in ran.logs] == [Outcome.OK] * WORLD_SIZE, ran.output
-    knobs = tuned.knobs.to_dict()
-    asked = {name: value for name, value in knobs.items() if value is not None or name == "prefetch_factor"}
-    asked |= {"world_size": WORLD_SIZE, "num_parameters": num_parameters, "param_dtype": "fp32"}
-    different, unread = differences(ran.logs, asked)
-    assert ([str(each) for each in different], set(unread)) == ([], NOT_READ), lost
-    rows = tuned.knobs.micro_batch_size * tuned.knobs.grad_accum_steps
-    assert throughput(ran.logs).tokens_per_step == WORLD_SIZE * rows * seq_len
 
 
 def accelerate_launch(tmp_path: Path, case: str, *options: str, **request: Any) -> Exported:

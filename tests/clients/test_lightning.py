@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from autotune.export import Best, export
+from autotune.export.lightning import FILE_NAME
 from trials.probe_log import differences
+from trials.record import Knobs
 
+from . import exported
 from .harness import run
-from .scripts.toy import SEQ_LEN
+from .scripts.toy import NUM_PARAMETERS, SEQ_LEN
 from .test_plain import TORCHRUN, WORLD_SIZE, asked, check
 
 pytest.importorskip("lightning")
+pytest.importorskip("jsonargparse")
 
 SETTINGS = ["--mbs", "3", "--accum", "2", "--checkpoint-every", "2", "--reshard", "False", "--workers", "1"]
 
@@ -91,3 +96,27 @@ def test_trainer_inside_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     ran = run(tmp_path, ["{probe}", "{scripts}/lightning_trainer.py", *SETTINGS])
     check(ran, wanted(sync_each_micro_batch=True))
+
+
+TUNED = {
+    "fsdp2": Knobs(4, 2, True, False, 0.06, 1, "full", 1, 3),
+    "fsdp2_grouped": Knobs(2, 1, True, True, 0.07, 2, "every_2", 0, None),
+}
+OWN = [
+    "--trainer.accelerator=cpu",
+    f"--trainer.devices={WORLD_SIZE}",
+    "--trainer.max_steps=1000",
+    *(f"--trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")),
+    "--trainer.enable_model_summary=false",
+]
+
+
+@pytest.mark.parametrize("case", TUNED)
+def test_by_exported_files(case: str, tmp_path: Path) -> None:
+    tuned = Best(TUNED[case], "fp32", WORLD_SIZE, SEQ_LEN, evidence=[])
+    found = export("lightning", tuned)
+    for name, text in found.files.items():
+        (tmp_path / name).write_text(text)
+    command = ["{probe}", "{scripts}/lightning_exported.py", "fit", f"--config={tmp_path / FILE_NAME}", *OWN]
+    ran = run(tmp_path, command, env={"PYTHONPATH": str(tmp_path)})
+    exported.check(ran, tuned, found.lost, NUM_PARAMETERS, SEQ_LEN)

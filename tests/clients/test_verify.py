@@ -82,7 +82,13 @@ def start(folder: Path, words: list[str], **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hears_sigint,  # noqa: PLW1509 (nothing here has threads)
     )
+
+
+def _hears_sigint() -> None:
+    """Also where these tests run in a shell's background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def verified(tuned: Path, *words: str, options: tuple[str, ...] = ()) -> list[str]:

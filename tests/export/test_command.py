@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from autotune.best import note_confirmed
 from autotune.cli import cli
 from autotune.errors import UserError
 from autotune.export import EXPORTERS
@@ -93,6 +94,21 @@ def test_a_run_that_has_not_ended_is_exported_only_when_asked(tmp_path: Path) ->
     done = export(run, "--to", "plain", "--incomplete")
     assert done.exit_code == 0 and "the run has not ended" in done.stderr
     assert "The run had not ended" in (run / "export" / "plain" / "autotune_best.py").read_text()
+
+
+def test_what_was_confirmed_is_exported_when_asked(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    assert "nothing was confirmed" in refused(run, "--to", "plain", "--confirmed").message
+    content = yaml.safe_load((run / "best.yaml").read_text())
+    settings = content["baseline"]["settings"] | {"grad_accum_steps": 2}
+    found = {"held": "baseline", "why": "the best is no faster here", "at": "2026-11-30T10:00:00+00:00"}
+    rates = dict.fromkeys(("tokens_per_s_per_rank", "tokens_per_s_per_rank_low", "tokens_per_s_per_rank_high"), 1234.0)
+    note_confirmed(run, found | {"world_size": 8, "settings": settings} | rates)
+    done = export(run, "--to", "plain", "--confirmed", "-o", tmp_path / "held.yaml")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "held.yaml").read_text()
+    assert "For 8 ranks" in text and "The baseline, 1,234 tokens/s per rank on 8 ranks" in text
+    assert "grad_accum_steps: 2" in text
 
 
 def test_a_run_without_a_winner_is_refused(tmp_path: Path) -> None:

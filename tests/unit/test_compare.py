@@ -71,22 +71,28 @@ def test_a_run_beside_itself_shows_no_difference(simulated_run: Path) -> None:
 def test_what_differs_is_named(simulated_run: Path, tmp_path: Path) -> None:
     other = changed(simulated_run, tmp_path / "b", torch_version="2.14.0", world_size=128)
     job = (other / "job.yaml").read_text()
-    (other / "job.yaml").write_text(job.replace("min_steps: ", "min_steps: 1").replace("seq_len: ", "seq_len: 1"))
+    (other / "job.yaml").write_text(
+        job.replace("min_steps: ", "min_steps: 1")
+        .replace("seed: 0", "seed: 3")
+        .replace("precision: bf16", "precision: fp32")
+    )
     found = compare_runs(load_side(simulated_run), load_side(other))
     assert found.environment["torch_version"][1] == "2.14.0"
     assert found.environment["world_size"] == (64, 128)
-    assert sorted(found.job) == ["measure.min_steps", "model.seq_len"]
+    assert sorted(found.job) == ["measure.min_steps", "seed", "training.precision"]
     warnings = " ".join(found.warnings())
-    assert "different work: model.seq_len" in warnings
+    assert "different work: training.precision" in warnings
     assert "per rank" in warnings
 
 
 def test_without_rounds_there_is_a_ratio_and_no_interval(simulated_run: Path, tmp_path: Path) -> None:
     other = changed(simulated_run, tmp_path / "b")
-    shutil.rmtree(other / "history")
+    for path in (other / "history").iterdir():
+        if path.name != "trial-0000-attempt-0.parquet":
+            path.unlink()
     best, _ = compare_runs(load_side(simulated_run), load_side(other)).ratios
     assert best.ratio == pytest.approx(1, rel=0.05)
-    assert (best.low, best.num_runs[1]) == (None, 0)
+    assert (best.low, best.num_runs[1]) == (None, 0), "only the baseline's first trial is left"
     assert "no interval" in comparison_lines(compare_runs(load_side(simulated_run), load_side(other)))[0]
 
 

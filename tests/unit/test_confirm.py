@@ -392,7 +392,7 @@ def test_ranks_that_fill_no_whole_nodes_of_a_cluster_are_refused(run: Path) -> N
 
 def test_what_was_tuned_cannot_be_overridden(run: Path) -> None:
     error = refused(run, None, "model.preset=llama3-8b")
-    assert "--set model.preset=llama3-8b: that would confirm something else" in error.message
+    assert "--set model.preset=llama3-8b: that would measure something else" in error.message
 
 
 def test_simulated_and_measured_are_not_mixed(run: Path) -> None:

@@ -176,6 +176,7 @@ WITHOUT_EFFECT = {
     "bucket_cap_mb": "blocks_per_unit says it, and for DDP a test below",
     "forward_prefetch_units": "only where the forward is the fullest moment: a test below",
     "forward_prefetch": "the same of FSDP1",
+    "custom": "what only a user's own trainer knows",
 }
 
 

@@ -197,7 +197,7 @@ def test_another_space_is_refused_with_the_difference(tmp_path: Path) -> None:
     assert "the search space is another one now: prefetch_factor: [2, 4] -> [2, 8]" in str(caught.value)
     # `auto` candidates follow from the machine: the same job may make another space on another one.
     larger = CONTENT | {"model": CONTENT["model"] | {"cpus_allowed": 8}}
-    with pytest.raises(UserError, match="the batch or baseline changed"):
+    with pytest.raises(UserError, match="the batch, the baseline or fsdp-autotune itself changed"):
         survey(tmp_path, larger)
 
 

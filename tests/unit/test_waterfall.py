@@ -57,7 +57,7 @@ def make_rows(
                     "round": number,
                     "changes": list(changes),
                     "outcome": "oom_device" if failed else "ok",
-                    "knobs": {name: name in changes for name in order},
+                    "knobs": SPACE.baseline.to_dict() | {name: name in changes for name in order},
                     "tokens_per_s_per_rank": None if failed else rate,
                     "model_tflops_per_s_per_rank": rate * FLOPS,
                     "mfu": rate * 1e-4,
@@ -159,11 +159,15 @@ def test_without_baseline_or_winner_there_is_none_and_a_half_is_not_complete() -
 
 
 def test_rows_of_another_winner_are_left_out() -> None:
-    rows = make_rows({"a": 1.2, "b": 1.1})
-    found = waterfall(rows, {"a": False, "b": False}, {"a": True, "b": False})
-    assert found is None or [one.change for one in found.alone] == ["a"]
-    found = waterfall(rows, {"a": False, "b": False}, {"a": True, "b": True})
-    assert found is not None and len(found.alone) == 2
+    rows = make_rows({"compile": 1.2, "fused_optimizer": 1.1})
+    base = SPACE.baseline.to_dict()
+    one = waterfall(rows, base, base | {"compile": True})
+    assert one is not None
+    assert [alone.change for alone in one.alone] == ["compile"]
+    both = waterfall(rows, base, base | {"compile": True, "fused_optimizer": True})
+    assert both is not None
+    assert len(both.alone) == 2
+    assert waterfall(rows, base | {"num_workers": 3}, base | {"compile": True}) is None, "of another baseline"
 
 
 # --- which knobs are one change --------------------------------------------------------------------------------------
@@ -177,10 +181,10 @@ def test_the_accumulation_follows_the_micro_batch_and_the_prefetch_the_workers()
     base = SPACE.canonical(replace(SPACE.baseline, num_workers=0))
     there = winner(micro_batch_size=4, grad_accum_steps=2, num_workers=1, prefetch_factor=2)
     there = replace(there, activation_checkpointing="none")
-    found = path(base, there, SPACE.canonical)
+    found = path(base, there, SPACE.completed)
     names = {frozenset(change.split("+")) for change in found.changes}
     assert names == {
-        frozenset({"micro_batch_size", "grad_accum_steps"}),
+        frozenset({"micro_batch_size"}),
         frozenset({"num_workers", "prefetch_factor"}),
         frozenset({"activation_checkpointing"}),
     }
@@ -191,14 +195,14 @@ def test_the_accumulation_follows_the_micro_batch_and_the_prefetch_the_workers()
 def test_what_has_no_effect_by_itself_is_one_change_with_what_gives_it_one() -> None:
     base = winner(micro_batch_size=8, grad_accum_steps=1)
     there = winner(micro_batch_size=4, grad_accum_steps=2, sync_each_micro_batch=False)
-    (change,) = path(base, there, SPACE.canonical).changes
-    assert set(change.split("+")) == {"micro_batch_size", "grad_accum_steps", "sync_each_micro_batch"}
+    (change,) = path(base, there, SPACE.completed).changes
+    assert set(change.split("+")) == {"micro_batch_size", "sync_each_micro_batch"}
 
 
 def test_an_engine_is_one_change_with_the_knobs_that_only_it_has() -> None:
     base = SPACE.baseline
     ddp = SPACE.canonical(replace(base, engine="ddp", bucket_cap_mb=25.0, reshard_after_forward=None, num_workers=0))
-    found = path(base, ddp, SPACE.canonical)
+    found = path(base, ddp, SPACE.completed)
     (engine,) = (change for change in found.changes if "engine" in change)
     assert "bucket_cap_mb" in engine and "keep_last_units" in engine
     assert found.config(found.changes) == ddp
@@ -208,10 +212,19 @@ def test_an_engine_is_one_change_with_the_knobs_that_only_it_has() -> None:
 def test_every_change_has_an_effect_and_all_together_are_the_winner(seed: int) -> None:
     rng = random.Random(seed)
     here, there = SPACE.draw(rng), SPACE.draw(rng)
-    found = path(here, there, SPACE.canonical)
+    found = path(here, there, SPACE.completed)
     if here == there:
         assert found.changes == ()
         return
     assert found.config(found.changes) == there
     singles = [found.config((change,)) for change in found.changes]
     assert len({here, *singles}) == len(singles) + 1, "all are different"
+
+
+def test_knobs_of_a_users_own_trainer_are_changes_like_others() -> None:
+    base = replace(SPACE.baseline, custom=(("flash", "no"), ("tp", "1")))
+    there = replace(base, custom=(("flash", "yes"), ("tp", "2")))
+    found = path(base, there, lambda knobs: knobs)
+    assert found.changes == ("custom.flash", "custom.tp")
+    assert found.config(("custom.tp",)).custom == (("flash", "no"), ("tp", "2"))
+    assert found.config(found.changes) == there

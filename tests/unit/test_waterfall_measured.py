@@ -83,7 +83,7 @@ def test_changes_are_measured_alone_and_then_on_top_of_each_other_in_order_of_ga
     assert [step.changes for step in made.steps] == [
         ("num_workers+prefetch_factor",),
         ("activation_checkpointing",),
-        ("micro_batch_size+grad_accum_steps",),
+        ("micro_batch_size",),
     ]
     assert made.gain.value == pytest.approx(1.3 * 1.15 * 1.5 - 1, rel=0.02)
     rows = of_stage(ended)
@@ -127,7 +127,7 @@ def test_a_config_that_runs_out_of_memory_is_tried_once_and_merges(ended: Path) 
     made, _, _ = walked(ended, behave)
     assert [step.changes for step in made.steps] == [
         ("num_workers+prefetch_factor",),
-        ("micro_batch_size+grad_accum_steps",),
+        ("micro_batch_size",),
         ("activation_checkpointing",),
     ]
     failed = [row for row in of_stage(ended) if row["outcome"] != "ok"]

@@ -153,7 +153,11 @@ def _local_shard(full: Tensor, parameter: DTensor) -> Tensor:
 
 def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
     """FSDP2's own record of the unit that `module` belongs to; empty if it is not sharded."""
-    return list(module._get_fsdp_state()._fsdp_param_groups) if isinstance(module, FSDPModule) else []
+    if not isinstance(module, FSDPModule):
+        return []
+    state = vars(module._get_fsdp_state())
+    groups = state.get("_fsdp_param_groups")  # torch 2.12 and before: one
+    return list(groups) if groups is not None else [one for one in (state["_fsdp_param_group"],) if one is not None]
 
 
 def _read_units(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune import __version__
+from autotune.job import Job
 from autotune.loaded import LoadedRun
 from autotune.report.text import loader_advice
 from trials.record import COMPOSED
@@ -36,12 +37,13 @@ class Environment:
     num_params: int
     num_matmul_params: int
     num_blocks: int
-    seq_len: int
+    seq_len: int | None
+    """None: of a user's own trainer that did not say."""
     data: str
     precision: str
     global_batch_size: int
     """Sequences per optimizer step over all ranks."""
-    global_batch_tokens: int
+    global_batch_tokens: int | None
     memory_limit_gib: float | None
     """Of a rank; null: none known."""
     memory_headroom: float
@@ -58,6 +60,12 @@ class Environment:
     """The space that was searched."""
     sampler: str
     warm_start: list[dict[str, Any]]
+
+
+def _workload(job: Job) -> str:
+    if job.model is None:
+        return "your own trainer"
+    return job.model.workload if job.model.preset is None else f"{job.model.workload}: {job.model.preset}"
 
 
 def environment(run: LoadedRun) -> Environment:
@@ -77,15 +85,15 @@ def environment(run: LoadedRun) -> Environment:
         driver_versions=_seen(run, "driver_version"),
         nccl_versions=_seen(run, "nccl_version"),
         attention_backends=_seen(run, "attention_backend"),
-        workload=job.model.workload if job.model.preset is None else f"{job.model.workload}: {job.model.preset}",
+        workload=_workload(job),
         num_params=study.model.num_params,
         num_matmul_params=study.model.num_matmul_params,
         num_blocks=survey.model.num_blocks,
-        seq_len=job.model.seq_len,
-        data=survey.model.data or job.data.source,
+        seq_len=job.seq_len,
+        data=survey.model.data or (job.data.source if job.data else "your trainer's own"),
         precision=job.training.precision,
         global_batch_size=job.global_batch_size,
-        global_batch_tokens=job.global_batch_size * job.model.seq_len,
+        global_batch_tokens=job.global_batch_size * job.seq_len if job.seq_len else None,
         memory_limit_gib=study.limits.limit_gib,
         memory_headroom=study.limits.headroom,
         peak_tflops_per_s=study.peak.tflops_per_s,
@@ -105,15 +113,21 @@ def _seen(run: LoadedRun, column: str) -> list[str]:
     return sorted({attempt.row[column] for attempt in run.attempts if attempt.row.get(column)})
 
 
+def _of_mfu(run: LoadedRun) -> list[str]:
+    study = run.study
+    if study.peak.tflops_per_s is None:
+        return [f"MFU and HFU: {study.peak.source}. `cluster.peak_tflops_per_s` of the job gives a peak."]
+    if run.job.trainer is not None:
+        return ["HFU: what your own trainer computes again is not counted."]
+    return [] if study.model.flops_per_token is not None else ["MFU and HFU: the model's FLOPs are not known."]
+
+
 def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> list[str]:
     """What a reader might take for measured, and was not; each with what measures it, if something does."""
     said, best, study = [], run.best, run.study
     if study.simulated:
         said.append(f"Everything: a modelled cluster stood in for a real one ({study.simulated}).")
-    if study.peak.tflops_per_s is None:
-        said.append(f"MFU and HFU: {study.peak.source}. `cluster.peak_tflops_per_s` of the job gives a peak.")
-    elif study.model.flops_per_token is None:
-        said.append("MFU and HFU: the model's FLOPs are not known.")
+    said += _of_mfu(run)
     if study.achievable_tflops_per_s is None:
         said.append("The rate that a rank reaches in the model's matmuls: `cluster.calibrate_peak: true` asks for it.")
     target = run.job.batch.target_world_size

@@ -64,8 +64,8 @@ def _trial(run: LoadedRun, attempt: Attempt, baseline: dict[str, Any]) -> Trial:
     row, knobs = attempt.row, attempt.knobs.to_dict()
     is_ok = attempt.outcome is Outcome.OK
     predicted_s = row.get("predicted_step_time_s")
-    tokens = attempt.knobs.micro_batch_size * attempt.knobs.grad_accum_steps * run.job.model.seq_len
-    predicted_rate = tokens / predicted_s if predicted_s else None
+    tokens = attempt.knobs.micro_batch_size * attempt.knobs.grad_accum_steps * (run.job.seq_len or 0)
+    predicted_rate = tokens / predicted_s if predicted_s and tokens else None
     return Trial(
         trial=attempt.trial,
         attempt=row["attempt"],

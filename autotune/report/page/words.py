@@ -12,6 +12,7 @@ from autotune.interleaved import Figure
 from autotune.report.cost import amount, hours
 from autotune.report.facts import Summary
 from autotune.report.facts.configs import Config
+from autotune.report.facts.environment import Environment
 from autotune.report.facts.trials import shown
 from autotune.report.text import SHORT_NAMES, count, duration, gib, mfu_label, percent, rate
 
@@ -65,7 +66,14 @@ def code_marked(text: str) -> Markup:
     return Markup("".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts)))
 
 
+def global_batch(told: Environment) -> str:
+    """In sequences, and in tokens where their length is known."""
+    tokens = f" = {told.global_batch_tokens:,} tokens" if told.global_batch_tokens else ""
+    return f"{told.global_batch_size:,} sequences{tokens} per optimizer step"
+
+
 FILTERS: dict[str, Callable[..., str]] = {
+    "global_batch": global_batch,
     "code_marked": code_marked,
     "points": unbroken(points),
     "amount": amount,
@@ -156,11 +164,11 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("driver", ", ".join(told.driver_versions)),
         ("NCCL", ", ".join(told.nccl_versions)),
         ("attention kernel", ", ".join(told.attention_backends)),
-        ("model", f"{told.workload}; {_params(told.num_params)}, {told.num_blocks} blocks"),
+        ("model", _model(told)),
         ("data", told.data),
         ("precision", told.precision),
-        ("global batch", f"{told.global_batch_size:,} sequences = {told.global_batch_tokens:,} tokens per step"),
-        ("sequence length", f"{told.seq_len:,} tokens"),
+        ("global batch", global_batch(told)),
+        ("sequence length", f"{told.seq_len:,} tokens" if told.seq_len else "not known: your trainer's own"),
         ("memory limit", limit),
         ("sampler", told.sampler),
         ("search ended", told.search_ended or ""),
@@ -170,6 +178,12 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("report written by", f"fsdp-autotune {told.autotune_version}"),
     ]
     return [(name, printable(value)) for name, value in rows if value]
+
+
+def _model(told: Environment) -> str:
+    if not told.num_params:
+        return f"{told.workload}; its trials count its parameters"
+    return f"{told.workload}; {_params(told.num_params)}, {told.num_blocks} blocks"
 
 
 def _params(number: int) -> str:

@@ -1,0 +1,1 @@
+"""Our measured trial under other tools' loops."""
