@@ -25,8 +25,9 @@ DEV := $(VENV)/.dev-installed
 RUN := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients-installed
 TORCHTITAN := $(VENV)/.torchtitan-installed
+BROWSER := $(VENV)/.browser-installed
 
-.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torchtitan test-torch-range test-gpu lint benchmark clean
+.PHONY: quickstart test test-ranks test-cluster test-faults test-clients test-torchtitan test-torch-range test-browser test-gpu lint benchmark clean
 
 quickstart: $(RUN)  ## tune a small real model on two CPU ranks
 	$(BIN)/autotune run quickstart
@@ -45,6 +46,9 @@ test-faults: $(DEV)  ## dead and hanging ranks and nodes, kills and resumption, 
 
 test-clients: $(CLIENTS)  ## real trainers (plain, Lightning, accelerate, transformers) under the probe, and the parsers of those exported to
 	$(PYTEST) tests/clients $(OF_TRAINERS)
+
+test-browser: $(BROWSER)  ## the report's page in Debian's chromium (apt-get install chromium chromium-driver)
+	$(BIN)/python -m pytest tests/browser
 
 test-torchtitan: $(TORCHTITAN)  ## torchtitan's own trainer under the probe, on two GPUs, or with a shim on CPUs; a gigabyte more
 	$(BIN)/python -m pytest -m '' tests/clients/test_torchtitan.py tests/export/test_torchtitan.py
@@ -89,6 +93,10 @@ $(CLIENTS): $(DEV)
 
 $(TORCHTITAN): $(CLIENTS)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(OF_TORCHTITAN)
+	touch $@
+
+$(BROWSER): $(DEV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,export-test,browser-test]'
 	touch $@
 
 clean:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -189,30 +189,24 @@ class History:
     def file_names(self) -> set[str]:
         return {path.name for path in self._files()}
 
-    def rows(self, without: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+    def rows(
+        self, without: Collection[str] = (), told: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         """All attempts in order, and a line on each file that is not one (torn, foreign, of another version).
 
         Args:
             without: names of files to leave out.
+            told: after each file, how many were read of how many; some milliseconds pass between two.
         """
         rows: list[dict[str, Any]] = []
         skipped: list[str] = []
-        for path in self._files():
-            if path.name in without:
-                continue
+        paths = [path for path in self._files() if path.name not in without]
+        for number, path in enumerate(paths, 1):
+            told(number, len(paths))
             try:
-                theirs = pq.read_schema(path)
-                problem = _not_ours(theirs)
-                # Read under our schema, whatever types the file claims; a column that it has not is null.
-                found = (
-                    []
-                    if problem
-                    else pq.read_table(path, partitioning=None, schema=SCHEMA).to_pylist(maps_as_pydicts="strict")
-                )
+                found, problem = _read(path)
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
-                problem, found = f"unreadable: {(str(error).splitlines() or [''])[0]}", []
-            if not problem:
-                found = [_migrated(row, theirs) for row in found]
+                found, problem = [], f"unreadable: {(str(error).splitlines() or [''])[0]}"
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
             rows.extend(found)
@@ -222,6 +216,23 @@ class History:
 
     def _files(self) -> Iterable[Path]:
         return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file, and what is wrong with it; nothing if it can be read.
+
+    Raises:
+        pa.ArrowException, OSError, ValueError, KeyError, OverflowError: it is torn, or not what it says.
+    """
+    with pq.ParquetFile(path) as file:
+        theirs = file.schema_arrow
+        problem = _not_ours(theirs)
+        if problem:
+            return [], problem
+        # What was not written by this version is read under our schema, whatever types the file claims; a column that
+        # it has not is null.
+        table = file.read() if theirs.equals(SCHEMA) else pq.read_table(path, partitioning=None, schema=SCHEMA)
+    return [_migrated(row, theirs) for row in table.to_pylist(maps_as_pydicts="strict")], ""
 
 
 _DEFAULTS = {

@@ -5,6 +5,7 @@ Neither torch nor Ray is imported; Optuna is, by `rows` (half a second).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,16 @@ class LoadedRun:
         return self.study.limits.device
 
 
-def load(folder: Path) -> LoadedRun:
+def load(folder: Path, told: Callable[[int, int], None] = lambda _done, _all: None) -> LoadedRun:
     """The run in `folder`.
+
+    Args:
+        told: after each file of the history, how many were read of how many.
 
     Raises:
         UserError: no run there that has measured anything; a job.yaml, study.yaml or best.yaml that is not one.
     """
-    rows, unreadable = History(folder / "history").rows()
+    rows, unreadable = History(folder / "history").rows(told=told)
     if not rows or not (folder / "job.yaml").is_file():
         raise _nothing_measured(folder, unreadable)
     job = load_job(str(folder / "job.yaml"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +50,11 @@ def report(run_folder: Path, output: Path | None, tokens: float | None, **asked:
     if output is not None and output.is_dir():
         page = output / PAGE
     with Console(stderr=True).status("reading the history") as status:
-        run = load(run_folder)
+        run = load(run_folder, lambda done, of: status.update(f"reading the history: {done:,} of {of:,} files"))
         assumptions = _assumptions(run, tokens, asked)
         status.update(f"drawing {count(len(run.attempts), 'attempt')}")
         summary = summarise(run, assumptions)
-        made = {page: make_page(summary, str(run_folder)), page.with_name(SUMMARY): json.dumps(summary.to_dict())}
+        made = {page: make_page(summary, str(run_folder)), page.with_name(SUMMARY): summary.to_json()}
         status.update(f"writing {page}")
         _write(made)
     for path in made:

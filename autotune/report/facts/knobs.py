@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import warnings
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 from autotune.report.facts.trials import FOLLOW, RAN_OUT, Trial, comparable, shown
 from autotune.stages import BASELINE, SIDE_BY_SIDE
 
+MOST_RECKONED = 1000
+"""Configs that the order of the knobs is reckoned from; of more, that many are drawn at random."""
 LEAST_MEASURED = 8
 """Configs below which an order of the knobs would be an accident."""
 
@@ -74,6 +77,8 @@ def varied(told: list[Trial]) -> dict[str, list[Any]]:
 
 def importance(told: list[Trial]) -> Importance:
     measured = [one for one in searched(told) if one.fits]
+    if len(measured) > MOST_RECKONED:
+        measured = random.Random(0).sample(measured, MOST_RECKONED)
     candidates = varied(measured)
     if len(measured) < LEAST_MEASURED or len(candidates) < 2:
         why = f"{len(measured)} configs that fitted, {len(candidates)} knobs that varied among them"
@@ -94,11 +99,11 @@ def _ped_anova(measured: list[Trial], candidates: dict[str, list[Any]]) -> dict[
     study.add_trials(
         [
             optuna.trial.create_trial(
-                params={name: flat(one.settings).get(name) for name in choices},
+                params={name: settings.get(name) for name in choices},
                 distributions=dict(distributions),
                 value=one.tokens_per_s_per_rank,
             )
-            for one in measured
+            for one, settings in ((one, flat(one.settings)) for one in measured)
         ]
     )
     with warnings.catch_warnings():
@@ -111,11 +116,11 @@ def _ped_anova(measured: list[Trial], candidates: dict[str, list[Any]]) -> dict[
 def slices(told: list[Trial]) -> list[Slice]:
     """In the order of the knobs."""
     tried = searched(told)
+    flattened = [(one, flat(one.settings)) for one in tried]
     found = []
     for name, values in varied(tried).items():
         by_value: dict[Any, list[Trial]] = {value: [] for value in values}
-        for one in tried:
-            own = flat(one.settings)
+        for one, own in flattened:
             if name in own:
                 by_value[own[name]].append(one)
         found.append(Slice(name, [_value(value, ones) for value, ones in by_value.items()]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from autotune.cost import Assumptions, Cost, training_cost
 from autotune.errors import UserError
@@ -18,7 +19,6 @@ from autotune.report.facts.predictions import Predictions, predictions
 from autotune.report.facts.progress import Progress, progress
 from autotune.report.facts.steps import RankTimes, StepParts, rank_times, step_parts
 from autotune.report.facts.trials import Trial, pareto_front, trials
-from autotune.report.text import json_safe
 from autotune.scaling.points import Scaling, scaling
 from autotune.waterfall.steps import Waterfall, waterfall
 
@@ -58,10 +58,9 @@ class Summary:
     unreadable: list[str]
     """Files and rows of the folder that could not be read, or are of another study."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: no NaN, no infinities."""
-        found: dict[str, Any] = json_safe(_listed(dataclasses.asdict(self)))
-        return found
+    def to_json(self) -> str:
+        """What is no number in JSON (NaN, the infinities) is null."""
+        return TypeAdapter(Summary).dump_json(self).decode()
 
 
 def summarise(run: LoadedRun, asked: Assumptions | None = None) -> Summary:
@@ -117,12 +116,3 @@ def _cost(run: LoadedRun, rows: list[dict[str, Any]], asked: Assumptions | None)
         return training_cost(run.best, rows, asked)
     except ValueError as error:
         raise UserError(str(error), "`autotune report --help` shows each option with an example") from error
-
-
-def _listed(content: Any) -> Any:
-    """JSON has lists only; `asdict` leaves tuples."""
-    if isinstance(content, dict):
-        return {key: _listed(inner) for key, inner in content.items()}
-    if isinstance(content, list | tuple):
-        return [_listed(inner) for inner in content]
-    return content

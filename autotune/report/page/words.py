@@ -139,13 +139,13 @@ def figure_rows(summary: Summary) -> list[tuple[str, list[str]]]:
 
     known = [
         row("tokens/s per rank", lambda one: rate(one.tokens_per_s_per_rank)),
-        row(mfu_name(summary), lambda one: percent(one.mfu)),
-        row("MFU, causal attention counted half", lambda one: percent(one.mfu_causal)),
-        row("HFU, with recomputation", lambda one: percent(one.hfu)),
-        row("share of the achievable rate", lambda one: percent(one.share_of_achievable)),
-        row("peak live tensors per rank", lambda one: gib(one.allocated_gib)),
-        row("peak reserved per rank", lambda one: gib(one.reserved_gib)),
-        row("memory limit per rank", lambda _: gib(summary.environment.memory_limit_gib)),
+        row(mfu_name(summary), lambda one: unbroken(percent)(one.mfu)),
+        row("MFU, causal attention counted half", lambda one: unbroken(percent)(one.mfu_causal)),
+        row("HFU, with recomputation", lambda one: unbroken(percent)(one.hfu)),
+        row("share of the achievable rate", lambda one: unbroken(percent)(one.share_of_achievable)),
+        row("peak live tensors per rank", lambda one: unbroken(gib)(one.allocated_gib)),
+        row("peak reserved per rank", lambda one: unbroken(gib)(one.reserved_gib)),
+        row("memory limit per rank", lambda _: unbroken(gib)(summary.environment.memory_limit_gib)),
         row("measured in", lambda one: printable(one.measured_in)),
     ]
     return [(label, cells) for label, cells in known if any(cell not in ("-", "") for cell in cells)]

@@ -4,19 +4,16 @@ them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
-
-import plotly.graph_objects as go
 
 from autotune.report.facts import Summary
 from autotune.report.page.figures.found import best_so_far, speed_and_memory
 from autotune.report.page.figures.knobs import importance, predicted_memory, predicted_step_time, slices
 from autotune.report.page.figures.scaling import efficiency
 from autotune.report.page.figures.steps import rank_times, step_parts, waterfall
+from autotune.report.page.figures.style import Content
 
-FIGURES: dict[str, Callable[[Summary], go.Figure | None]] = {
+FIGURES: dict[str, Callable[[Summary], Content | None]] = {
     "waterfall": waterfall,
     "speed-and-memory": speed_and_memory,
     "best-over-trials": lambda summary: best_so_far(summary, over_hours=False),
@@ -30,8 +27,8 @@ FIGURES: dict[str, Callable[[Summary], go.Figure | None]] = {
 }
 
 
-def make_figures(summary: Summary) -> dict[str, Any]:
+def make_figures(summary: Summary) -> dict[str, Content]:
     """Id of its place on the page -> data and layout; a figure that has nothing to show is left out."""
     made = {name: make(summary) for name, make in FIGURES.items()}
     made |= {f"slice-{number}": figure for number, figure in enumerate(slices(summary))}
-    return {name: json.loads(figure.to_json()) for name, figure in made.items() if figure is not None}
+    return {name: figure for name, figure in made.items() if figure is not None}

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import plotly.graph_objects as go
-
 from autotune.report.facts import Summary
 from autotune.report.facts.progress import Progress
 from autotune.report.facts.trials import RAN_OUT, Trial, comparable
@@ -18,12 +15,16 @@ from autotune.report.page.figures.style import (
     HEIGHT,
     LOSS,
     OTHER,
+    Content,
     Speed,
     axis,
     figure,
     figures_text,
+    line_at,
     memory_unit,
+    numbers,
     speed,
+    trace,
     wrapped,
 )
 from autotune.report.page.words import hours_unit
@@ -38,7 +39,7 @@ MARKED = ("diamond", "star")
 NOT_TRIED = str(Outcome.PREDICTED_OOM)
 
 
-def speed_and_memory(summary: Summary) -> go.Figure | None:
+def speed_and_memory(summary: Summary) -> Content | None:
     """Each trial that ran at what it measured; what ran out of memory where it was predicted."""
     told = comparable(summary.trials)
     unit = speed(summary)
@@ -88,23 +89,34 @@ def speed_and_memory(summary: Summary) -> go.Figure | None:
             memory = [per_gib * (one.predicted_memory_gib or 0.0) for one in ones]
             marker = {"color": FAILED, "symbol": symbol, "size": size}
             traces.append(_points(kind, memory, [_predicted(unit, one) for one in ones], ones, marker))
-    made = figure(
+    return figure(
         traces,
         height=HEIGHT + 60,
         xaxis=axis(f"peak memory per rank, {name}", rangemode="tozero"),
         yaxis=unit.axis(),
         hovermode="closest",
+        **(_limit(summary, limit, per_gib) if limit is not None else {}),
     )
-    if limit is not None:
-        headroom = summary.environment.memory_headroom
-        made.add_vline(x=per_gib * limit, line={"color": LOSS, "width": 2}, annotation=_note(f"limit {gib(limit)}"))
-        if headroom:
-            made.add_vline(x=per_gib * limit * (1 - headroom), line={"color": LOSS, "width": 1, "dash": "dot"})
-    return made
 
 
-def _note(text: str) -> dict[str, Any]:
-    return {"text": text, "textangle": -90, "xanchor": "left", "yanchor": "bottom", "y": 0, "font": {"color": LOSS}}
+def _limit(summary: Summary, limit_gib: float, per_gib: float) -> Content:
+    """Two lines: the limit, and what is left of it less the headroom."""
+    at, usable = per_gib * limit_gib, per_gib * limit_gib * (1 - summary.environment.memory_headroom)
+    shapes = [line_at(at, color=LOSS, width=2)]
+    if usable < at:
+        shapes.append(line_at(usable, color=LOSS, width=1, dash="dot"))
+    note = {
+        "x": at,
+        "y": 0,
+        "yref": "paper",
+        "text": f"limit {gib(limit_gib)}",
+        "textangle": -90,
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"color": LOSS},
+    }
+    return {"shapes": shapes, "annotations": [note]}
 
 
 def _height(unit: Speed, one: Trial) -> float | None:
@@ -118,10 +130,11 @@ def _predicted(unit: Speed, one: Trial) -> float | None:
 
 def _points(
     name: str, x: Sequence[float], y: Sequence[float | None], ones: Sequence[Trial], marker: dict[str, Any]
-) -> go.Scatter:
-    return go.Scatter(
-        x=np.asarray(x, np.float32),
-        y=np.asarray(y, np.float32),
+) -> Content:
+    return trace(
+        "scatter",
+        x=numbers(x),
+        y=numbers(y),
         mode="markers",
         name=name,
         marker=marker,
@@ -140,10 +153,11 @@ def _hover(one: Trial) -> str:
     return f"<b>trial {one.trial}</b>, {one.stage}, {one.outcome}<br>{figures}<br>{wrapped(one.differs)}"
 
 
-def _front(summary: Summary, unit: Speed, per_gib: float) -> go.Scatter:
+def _front(summary: Summary, unit: Speed, per_gib: float) -> Content:
     by_number = {one.trial: one for one in comparable(summary.trials)}
     front = [by_number[number] for number in summary.pareto_trials]
-    return go.Scatter(
+    return trace(
+        "scatter",
         x=[per_gib * (one.memory_gib or 0.0) for one in front],
         y=[_height(unit, one) for one in front],
         mode="lines",
@@ -153,7 +167,7 @@ def _front(summary: Summary, unit: Speed, per_gib: float) -> go.Scatter:
     )
 
 
-def best_so_far(summary: Summary, *, over_hours: bool) -> go.Figure | None:
+def best_so_far(summary: Summary, *, over_hours: bool) -> Content | None:
     """The best of baseline and exploration as it was known, with all attempts and the stages."""
     unit, told = speed(summary), summary.progress
     if not any(one.best_tokens_per_s_per_rank for one in told):
@@ -162,17 +176,19 @@ def best_so_far(summary: Summary, *, over_hours: bool) -> go.Figure | None:
     ran = [index for index, one in enumerate(told) if _speed_of(unit, one) is not None]
     hours = hours_unit(summary)
     traces = [
-        go.Scatter(
-            x=np.asarray(x, np.float32),
-            y=[unit.of(one.best_tokens_per_s_per_rank, one.best_mfu) for one in told],
+        trace(
+            "scatter",
+            x=numbers(x),
+            y=numbers([unit.of(one.best_tokens_per_s_per_rank, one.best_mfu) for one in told]),
             mode="lines",
             name="best so far",
             line={"color": BEST, "width": 2.5, "shape": "hv"},
             hoverinfo="skip",
         ),
-        go.Scatter(
-            x=np.asarray([x[index] for index in ran], np.float32),
-            y=[_speed_of(unit, told[index]) for index in ran],
+        trace(
+            "scatter",
+            x=numbers([x[index] for index in ran]),
+            y=numbers([_speed_of(unit, told[index]) for index in ran]),
             mode="markers",
             name="an attempt",
             marker={"color": OTHER, "size": 4 if len(ran) > MANY else 7, "opacity": 0.8},
@@ -181,12 +197,29 @@ def best_so_far(summary: Summary, *, over_hours: bool) -> go.Figure | None:
         ),
     ]
     title = f"{hours} of all attempts" if over_hours else "attempts, as they ended"
-    made = figure(traces, height=300, xaxis=axis(title, rangemode="tozero"), yaxis=unit.axis(), hovermode="closest")
+    shapes: list[Content] = []
     for start, end, stage in _stages(told, x):
         if stage not in (BASELINE_STAGE, SIDE_BY_SIDE):
-            made.add_vrect(x0=start, x1=end, fillcolor=BASELINE, opacity=0.10, line_width=0, layer="below")
-        made.add_vline(x=start, line={"color": BASELINE, "width": 1, "dash": "dot"})
-    return made
+            shapes.append(
+                line_at(start)
+                | {
+                    "type": "rect",
+                    "x1": end,
+                    "fillcolor": BASELINE,
+                    "opacity": 0.10,
+                    "line": {"width": 0},
+                    "layer": "below",
+                }
+            )
+        shapes.append(line_at(start, color=BASELINE, width=1, dash="dot"))
+    return figure(
+        traces,
+        height=300,
+        xaxis=axis(title, rangemode="tozero"),
+        yaxis=unit.axis(),
+        hovermode="closest",
+        shapes=shapes,
+    )
 
 
 def stage_words(told: Sequence[Progress]) -> list[str]:

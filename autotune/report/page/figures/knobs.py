@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from autotune.report.facts import Summary
 from autotune.report.facts.knobs import Slice, flat, searched
@@ -14,13 +14,16 @@ from autotune.report.page.figures.style import (
     BASELINE,
     BEST,
     OTHER,
+    Content,
     Speed,
     axis,
     figure,
     figures_text,
     memory_unit,
+    numbers,
     safe,
     speed,
+    trace,
     wrapped,
 )
 from autotune.report.text import percent
@@ -32,12 +35,13 @@ SPREAD = 0.18
 """Of a category's width, over which its points are spread so as not to hide each other."""
 
 
-def importance(summary: Summary) -> go.Figure | None:
+def importance(summary: Summary) -> Content | None:
     shares = summary.importance.shares
     if not shares:
         return None
     names = list(shares)
-    bars = go.Bar(
+    bars = trace(
+        "bar",
         orientation="h",
         y=[wrapped(name, 26) for name in names],
         x=[100 * shares[name] for name in names],
@@ -55,33 +59,38 @@ def importance(summary: Summary) -> go.Figure | None:
     )
 
 
-def slices(summary: Summary) -> Iterator[go.Figure]:
-    tried = [one for one in searched(summary.trials) if one.fits]
+def slices(summary: Summary) -> Iterator[Content]:
     unit = speed(summary)
+    tried = [
+        (flat(one.settings), height, one.trial)
+        for one in searched(summary.trials)
+        if one.fits and (height := unit.of(one.tokens_per_s_per_rank, one.mfu)) is not None
+    ]
     for one in summary.slices[:MOST_SLICES]:
         yield _slice(one, tried, unit)
 
 
-def _slice(one: Slice, tried: Sequence[Trial], unit: Speed) -> go.Figure:
+def _slice(one: Slice, tried: Sequence[tuple[dict[str, Any], float, int]], unit: Speed) -> Content:
     """A column a value: each trial, and the best."""
     place = {value.value: index for index, value in enumerate(one.values)}
-    points = []
-    for trial in tried:
-        own = flat(trial.settings)
-        height = unit.of(trial.tokens_per_s_per_rank, trial.mfu)
-        if one.knob in own and height is not None:
-            points.append((place[shown(own[one.knob])], height, trial.trial))
-    spread = np.random.default_rng(0).uniform(-SPREAD, SPREAD, len(points)) if len(points) > MANY else 0.0
-    trials = go.Scatter(
-        x=np.asarray([x for x, _, _ in points], np.float32) + np.asarray(spread, np.float32),
-        y=np.asarray([y for _, y, _ in points], np.float32),
+    points = [
+        (place[shown(settings[one.knob])], height, number) for settings, height, number in tried if one.knob in settings
+    ]
+    spread = (
+        np.random.default_rng(0).uniform(-SPREAD, SPREAD, len(points)) if len(points) > MANY else np.zeros(len(points))
+    )
+    trials = trace(
+        "scatter",
+        x=numbers((np.asarray([x for x, _, _ in points]) + spread).astype(np.float32)),
+        y=numbers([y for _, y, _ in points]),
         mode="markers",
         marker={"color": OTHER, "size": 4 if len(points) > MANY else 7, "opacity": 0.7},
-        customdata=np.asarray([number for _, _, number in points], np.int32),
+        customdata=[number for _, _, number in points],
         hovertemplate="trial %{customdata}: %{y:,.4g}<extra></extra>",
     )
     best = [(place[v.value], unit.of(v.best_tokens_per_s_per_rank, v.best_mfu)) for v in one.values]
-    tops = go.Scatter(
+    tops = trace(
+        "scatter",
         x=[x for x, y in best if y is not None],
         y=[y for _, y in best if y is not None],
         mode="markers",
@@ -109,7 +118,7 @@ def _tick(value: str, num_out_of_memory: int) -> str:
     return safe(short) + (f"<br>{num_out_of_memory} OOM" if num_out_of_memory else "")
 
 
-def predicted_memory(summary: Summary) -> go.Figure | None:
+def predicted_memory(summary: Summary) -> Content | None:
     ran = [one for one in comparable(summary.trials) if one.predicted_memory_gib is not None and one.memory_gib]
     if not ran:
         return None
@@ -121,26 +130,32 @@ def predicted_memory(summary: Summary) -> go.Figure | None:
     )
 
 
-def predicted_step_time(summary: Summary) -> go.Figure | None:
+def predicted_step_time(summary: Summary) -> Content | None:
     ran = [one for one in comparable(summary.trials) if one.predicted_step_time_s is not None and one.step_time_s]
     if not ran:
         return None
     return _against(ran, "step time, s", lambda one: (one.predicted_step_time_s or 0.0, one.step_time_s or 0.0))
 
 
-def _against(ran: Sequence[Trial], what: str, pair: Callable[[Trial], tuple[float, float]]) -> go.Figure:
+def _against(ran: Sequence[Trial], what: str, pair: Callable[[Trial], tuple[float, float]]) -> Content:
     pairs = np.asarray([pair(one) for one in ran], np.float32)
     most = 1.05 * float(pairs.max())
-    points = go.Scatter(
-        x=pairs[:, 0],
-        y=pairs[:, 1],
+    points = trace(
+        "scatter",
+        x=numbers(pairs[:, 0]),
+        y=numbers(pairs[:, 1]),
         mode="markers",
         marker={"color": OTHER, "size": 4 if len(ran) > MANY else 7, "opacity": 0.8},
         text=[f"<b>trial {one.trial}</b>, {figures_text(one.tokens_per_s_per_rank, one.mfu)}" for one in ran],
         hovertemplate="%{text}<br>predicted %{x:.4g}, measured %{y:.4g}<extra></extra>",
     )
-    equal = go.Scatter(
-        x=[0, most], y=[0, most], mode="lines", line={"color": BASELINE, "width": 1, "dash": "dash"}, hoverinfo="skip"
+    equal = trace(
+        "scatter",
+        x=[0, most],
+        y=[0, most],
+        mode="lines",
+        line={"color": BASELINE, "width": 1, "dash": "dash"},
+        hoverinfo="skip",
     )
     return figure(
         [equal, points],

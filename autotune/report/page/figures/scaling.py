@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
-
 from autotune.report.facts import Summary
-from autotune.report.page.figures.style import BASELINE, BEST, FAILED, PARTS, axis, figure, safe
+from autotune.report.page.figures.style import BASELINE, BEST, FAILED, PARTS, Content, axis, figure, safe, trace
 from autotune.scaling.points import Point
 
 COLOURS = {"best": BEST, "baseline": BASELINE, "fallback": PARTS["optimizer"]}
 
 
-def efficiency(summary: Summary) -> go.Figure | None:
+def efficiency(summary: Summary) -> Content | None:
     made = summary.scaling
     if made is None:
         return None
@@ -21,7 +19,7 @@ def efficiency(summary: Summary) -> go.Figure | None:
     for point in made.points:
         if point.efficiency is not None:
             curves.setdefault((point.role, point.mode), []).append(point)
-    traces = [trace for (role, mode), points in curves.items() for trace in _curve(role, mode, points)]
+    traces = [line for (role, mode), points in curves.items() for line in _curve(role, mode, points)]
     if not traces:
         return None
     ranks = sorted({point.world_size for points in curves.values() for point in points})
@@ -34,7 +32,7 @@ def efficiency(summary: Summary) -> go.Figure | None:
     )
 
 
-def _curve(role: str, mode: str, points: Sequence[Point]) -> list[go.Scatter]:
+def _curve(role: str, mode: str, points: Sequence[Point]) -> list[Content]:
     measured = [point for point in points if not point.is_predicted]
     predicted = [*measured[-1:], *(point for point in points if point.is_predicted)]
     dash, colour = ("solid" if mode == "weak" else "dot"), COLOURS.get(role, FAILED)
@@ -44,9 +42,10 @@ def _curve(role: str, mode: str, points: Sequence[Point]) -> list[go.Scatter]:
     return traces
 
 
-def _line(name: str, points: Sequence[Point], colour: str, dash: str, symbol: str) -> go.Scatter:
+def _line(name: str, points: Sequence[Point], colour: str, dash: str, symbol: str) -> Content:
     found = [(point, point.efficiency) for point in points if point.efficiency is not None]
-    return go.Scatter(
+    return trace(
+        "scatter",
         x=[point.world_size for point, _ in found],
         y=[100 * share.value for _, share in found],
         error_y={

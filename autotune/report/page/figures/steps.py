@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
 from autotune.interleaved import Figure
 from autotune.report.facts import Summary
 from autotune.report.facts.steps import RankTimes
-from autotune.report.page.figures.style import BASELINE, BEST, LOSS, PARTS, axis, figure, safe, wrapped
+from autotune.report.page.figures.style import BASELINE, BEST, LOSS, PARTS, Content, axis, figure, safe, trace, wrapped
 from autotune.report.page.words import seconds
 from autotune.report.text import percent
 from autotune.waterfall.steps import Worth
@@ -24,7 +22,7 @@ NARROW = 26
 """Characters of a label beside a bar."""
 
 
-def waterfall(summary: Summary) -> go.Figure | None:
+def waterfall(summary: Summary) -> Content | None:
     made = summary.waterfall
     if made is None:
         return None
@@ -40,7 +38,8 @@ def waterfall(summary: Summary) -> go.Figure | None:
     lines = max(label.count("<br>") + 1 for label in labels)
     return figure(
         [
-            go.Waterfall(
+            trace(
+                "waterfall",
                 orientation="h",
                 measure=[kind for _, kind, _, _ in bars],
                 y=labels,
@@ -93,13 +92,14 @@ def _range(unit: str, value: Figure, form: str) -> str:
     return f"{value.value:{form}} {unit}{interval}"
 
 
-def step_parts(summary: Summary) -> go.Figure | None:
+def step_parts(summary: Summary) -> Content | None:
     told = summary.step_parts
     if not told:
         return None
     labels = [f"{wrapped(one.label, NARROW)}<br>trial {one.trial}" for one in told]
     traces = [
-        go.Bar(
+        trace(
+            "bar",
             orientation="h",
             y=labels,
             x=[100 * one.fractions[name] for one in told],
@@ -125,13 +125,13 @@ def step_parts(summary: Summary) -> go.Figure | None:
     )
 
 
-def rank_times(summary: Summary) -> go.Figure | None:
+def rank_times(summary: Summary) -> Content | None:
     """Mean step time of each rank, with its fastest and slowest step, and the work in it."""
     told = [one for one in summary.rank_times if len(one.ranks) > 1]
     if not told:
         return None
     colours = {"baseline": BASELINE, "best": BEST}
-    traces = [trace for one in told for trace in _of_ranks(one, colours[one.label])]
+    traces = [timed for one in told for timed in _of_ranks(one, colours[one.label])]
     num_ranks = max(len(one.ranks) for one in told)
     ticks = {"dtick": 1} if num_ranks <= 16 else {}
     return figure(
@@ -143,12 +143,13 @@ def rank_times(summary: Summary) -> go.Figure | None:
     )
 
 
-def _of_ranks(one: RankTimes, colour: str) -> list[go.Scatter]:
+def _of_ranks(one: RankTimes, colour: str) -> list[Content]:
     ranks = one.ranks
     shift = 0.08 if one.label == "best" else -0.08
     x = [rank.rank + shift for rank in ranks]
     few = len(ranks) <= MANY_RANKS
-    timed = go.Scatter(
+    timed = trace(
+        "scatter",
         x=x,
         y=[rank.mean_step_s for rank in ranks],
         error_y={
@@ -172,7 +173,8 @@ def _of_ranks(one: RankTimes, colour: str) -> list[go.Scatter]:
     worked = [(at, rank) for at, rank in zip(x, ranks, strict=True) if rank.work_s is not None]
     if not worked:
         return [timed]
-    work = go.Scatter(
+    work = trace(
+        "scatter",
         x=[at for at, _ in worked],
         y=[rank.work_s for _, rank in worked],
         mode="markers",
