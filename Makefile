@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 # Most tests wait for processes to start and end, so two files at a time; each of the two has a Ray of its own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py ray_tune.py scale.py)
+SLOW_CLUSTER := $(addprefix tests/cluster/test_,nodes.py measure.py doctor.py composed.py confirm.py ray_tune.py scale.py run_ends.py)
 # Overhead of a trial beside torchrun; composed steps beside whole ones; the verdict's false wins and power; the closed
 # forms beside published runs and real trials; the samplers on simulated clusters, and what a suggestion costs.
 BENCHMARKS := overhead composed verdict prediction search suggest
