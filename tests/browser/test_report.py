@@ -44,7 +44,9 @@ def requested(browser: Chrome) -> list[str]:
 
 
 def colour(browser: Chrome, selector: str, name: str) -> tuple[int, ...]:
-    found = browser.find_element(By.CSS_SELECTOR, selector).value_of_css_property(name)
+    # In one go: a figure that is drawn anew has other elements.
+    style = "return getComputedStyle(document.querySelector(arguments[0])).getPropertyValue(arguments[1])"
+    found = browser.execute_script(style, selector, name)
     return tuple(int(part) for part in found[found.index("(") + 1 : -1].split(",")[:3])
 
 

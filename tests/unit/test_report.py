@@ -27,9 +27,11 @@ from tests.unit.test_simulated_run import autotune
 
 @pytest.fixture(scope="session")
 def waterfall_run(simulated_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, with its gain taken apart."""
+    """The same, with its gain taken apart, and scaled."""
     run = Path(shutil.copytree(simulated_run, tmp_path_factory.mktemp("waterfall") / "run"))
-    autotune("waterfall", str(run))
+    autotune("waterfall", str(run), "--repeats", "2")
+    cluster = yaml.safe_load((run / "study.yaml").read_text())["simulated"]
+    autotune("scale", str(run), "--ranks", "16,32", "--mode", "weak", "--repeats", "2", "--simulate", cluster)
     return run
 
 
@@ -129,9 +131,19 @@ def test_slices_count_every_searched_trial(summary: Summary) -> None:
 def test_what_was_measured_afterwards_is_in_it(summary: Summary) -> None:
     assert summary.waterfall is not None
     assert not any("autotune waterfall" in line for line in summary.not_measured)
-    assert any("autotune scale" in line for line in summary.not_measured)
+    assert summary.scaling is not None
+    assert {point.world_size for point in summary.scaling.points if not point.is_predicted} == {16, 32}
+    assert any(point.is_predicted for point in summary.scaling.points), "for the real run's ranks"
+    assert not any("autotune scale" in line for line in summary.not_measured)
     assert summary.headline.simulated
     assert summary.not_measured[0].startswith("Everything")
+
+
+def test_what_was_not_measured_afterwards_has_its_command(simulated_run: Path) -> None:
+    told = summarise(load(simulated_run))
+    assert (told.waterfall, told.scaling) == (None, None)
+    for command in ("autotune waterfall", "autotune scale"):
+        assert any(command in line for line in told.not_measured)
 
 
 def test_every_exporter_is_asked(summary: Summary) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from plotly.graph_objects import Figure
@@ -18,6 +21,7 @@ from autotune.report.page import make_page
 from autotune.report.page.figures import make_figures
 from tests.unit.test_report import copy, rewrite, run, summary, waterfall_run, with_trials  # noqa: F401 (fixtures)
 from tests.unit.test_simulated_run import autotune
+from trials.outcome import Outcome
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}\x1b[31m"
 
@@ -66,6 +70,7 @@ def test_plotly_itself_finds_nothing_wrong_with_any_figure(summary: Summary) -> 
         "best-over-trials",
         "step-parts",
         "rank-times",
+        "scaling",
         "slice-0",
     } <= figures.keys()
     for content in figures.values():
@@ -93,7 +98,6 @@ def test_the_verdict_comes_first_and_figures_have_units(page: Page, summary: Sum
     environment = summary.environment
     assert f"{environment.global_batch_size:,} sequences = {environment.global_batch_tokens:,} tokens" in page.text
     assert "SIMULATED" in page.text
-    assert "autotune scale runs/mine" in page.text
     for unit in ("tokens/s per rank", "GiB", "GPU-hours"):
         assert unit in page.text
 
@@ -104,6 +108,19 @@ def test_a_trial_names_the_command_that_measures_it_again(page: Page) -> None:
     assert page.data["command"] == "autotune measure runs/mine/job.yaml"
     assert any(option.startswith("--set ") for option in options)
     assert not any("grad_accum_steps" in option for option in options)
+
+
+def test_what_ran_out_of_memory_stands_where_it_was_predicted(run: LoadedRun) -> None:  # noqa: F811
+    first = next(one for one in run.attempts if one.stage == "explore")
+    predicted = {"predicted_gib": 90.0, "predicted_step_time_s": 2 * first.row["step_time_s"]}
+    lost = replace(first, outcome=Outcome.OOM_DEVICE, row=first.row | predicted)
+    unknown = replace(lost, row=first.row | {"predicted_gib": None, "predicted_step_time_s": None})
+    whole = summarise(replace(run, attempts=[*run.attempts, lost, unknown]))
+    traces = make_figures(whole)["speed-and-memory"]["data"]
+    (out,) = (trace for trace in traces if trace["name"].startswith("ran out of memory"))
+    x, y = (np.frombuffer(base64.b64decode(out[axis]["bdata"]), np.float32) for axis in ("x", "y"))
+    assert x.tolist() == [90.0], "what nothing was predicted of has no place"
+    assert y[0] == pytest.approx(100 * first.row["mfu"] / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("state", ["whole", "no winner", "unfinished", "no peak", "one trial"])
@@ -141,8 +158,9 @@ def test_a_page_of_five_thousand_trials_has_them_all_and_can_be_sent(run: Loaded
     text = make_page(whole, "runs/mine")
     page = Page(text)
     shown = sum(len(trace.get("customdata", ())) for trace in page.data["figures-data"]["speed-and-memory"]["data"])
-    ran = sum(one.memory_gib is not None for one in whole.trials)
-    out = sum(one.outcome in ("oom_device", "predicted_oom") and bool(one.predicted_mfu) for one in whole.trials)
+    told = [one for one in whole.trials if one.world_size == whole.environment.world_size]
+    ran = sum(one.memory_gib is not None for one in told)
+    out = sum(one.outcome in ("oom_device", "predicted_oom") and bool(one.predicted_mfu) for one in told)
     assert shown == ran + out
     assert len(text) < 12e6
 

@@ -138,7 +138,7 @@ def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> l
     if not has_waterfall and best is not None and best["settings"] != best["baseline"]["settings"]:
         said.append(f"What each change was worth: `autotune waterfall {run.folder}` measures it.")
     if not has_scaling:
-        said.append(f"Scaling with the number of ranks: `autotune scale {run.folder}` measures it.")
+        said.append(f"Scaling with the number of ranks: `autotune scale {run.folder} --ranks N,N,...` measures it.")
     endurance = (best or {}).get("endurance")
     if endurance and endurance["status"] == "not_run":
         said.append(f"Endurance, evaluation and checkpoints: {endurance['reason']}.")

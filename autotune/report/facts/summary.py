@@ -19,7 +19,8 @@ from autotune.report.facts.predictions import Predictions, predictions
 from autotune.report.facts.progress import Progress, progress
 from autotune.report.facts.steps import RankTimes, StepParts, rank_times, step_parts
 from autotune.report.facts.trials import Trial, pareto_front, trials
-from autotune.scaling.points import Scaling, scaling
+from autotune.scaling.points import Scaling
+from autotune.scaling.predicted import scaling_of
 from autotune.waterfall.steps import Waterfall, waterfall
 
 SUMMARY_VERSION = 1
@@ -76,7 +77,7 @@ def summarise(run: LoadedRun, asked: Assumptions | None = None) -> Summary:
     chosen = configs(run)
     rows = [attempt.row for attempt in run.attempts]
     measured = _waterfall(run, rows)
-    points = scaling(rows, run.job.global_batch_size, run.job.batch.target_world_size)
+    points = scaling_of(run.folder, run.job, rows)
     return Summary(
         summary_version=SUMMARY_VERSION,
         run=run.folder.absolute().name,

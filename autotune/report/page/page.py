@@ -52,6 +52,7 @@ def make_page(summary: Summary, shown_folder: str) -> str:
         "rating_caveat": RATING_CAVEAT,
         "folder": shown_folder,
         "parts": PARTS,
+        "ranks_to_scale": words.ranks_to_scale(summary.environment.world_size),
         "stages": stage_words(summary.progress),
         "cost_lines": cost_lines(summary.cost) if summary.cost else [],
         "percent_of": percent,

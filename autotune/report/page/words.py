@@ -118,6 +118,12 @@ def sentence(summary: Summary) -> str:
     return printable(said).replace(" %", "\N{NO-BREAK SPACE}%")
 
 
+def ranks_to_scale(world_size: int) -> str:
+    """Halves of a trial's ranks, as far as three times: `8,16,32,64`."""
+    halves = [world_size >> times for times in range(4) if not world_size % (1 << times)]
+    return ",".join(map(str, reversed(halves)))
+
+
 def knob_rows(summary: Summary) -> list[tuple[str, list[str], bool]]:
     """Knob, its setting in each config, whether they differ; those that differ first, in the usual order."""
     settings = [config.settings for config in summary.configs]

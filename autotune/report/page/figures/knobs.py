@@ -31,6 +31,8 @@ from autotune.report.text import percent
 MANY = 400
 MOST_SLICES = 24
 """A space of more knobs that vary has the others in summary.json."""
+MOST_UPRIGHT = 6
+"""Values whose names stand side by side below a small figure."""
 SPREAD = 0.18
 """Of a category's width, over which its points are spread so as not to hide each other."""
 
@@ -106,6 +108,7 @@ def _slice(one: Slice, tried: Sequence[tuple[dict[str, Any], float, int]], unit:
             tickvals=list(place.values()),
             ticktext=[_tick(value.value, value.num_out_of_memory) for value in one.values],
             range=[-0.6, len(place) - 0.4],
+            **({"tickangle": 0} if len(place) <= MOST_UPRIGHT else {}),
         ),
         yaxis=unit.axis(),
         showlegend=False,
