@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.cluster.gang import GangResult
-from autotune.cluster.runner import Runner
+from autotune.cluster.runner import Runner, SingleRunner
 from autotune.errors import InfrastructureError
 from autotune.estimate import Forecast
 from autotune.history import History
@@ -51,7 +51,7 @@ class Listener(Protocol):
 
 
 def make_spec(
-    job: Job, runner: Runner, knobs: Knobs | None, stage: str, trial: int, round_number: int | None = None
+    job: Job, runner: SingleRunner, knobs: Knobs | None, stage: str, trial: int, round_number: int | None = None
 ) -> TrialSpec:
     """The order for one trial of `job`; without knobs, for its survey."""
     measure = job.measure

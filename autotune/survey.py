@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from autotune.canonical import Facts
 from autotune.cluster.gang import GangResult
-from autotune.cluster.runner import Runner
+from autotune.cluster.runner import SingleRunner
 from autotune.errors import InfrastructureError, UserError
 from autotune.hardware import Peak, peak_for
 from autotune.job import Job
@@ -95,7 +95,7 @@ def _ranks(job: Job) -> str:
     return f"{cluster.world_size} ranks{nodes}{at_once}"
 
 
-def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
+def take_survey(job: Job, runner: SingleRunner, out: Path) -> Survey:
     """Runs the survey and writes study.yaml.
 
     Raises:
@@ -111,7 +111,7 @@ def take_survey(job: Job, runner: Runner, out: Path) -> Survey:
     return survey
 
 
-def ask_ranks(job: Job, runner: Runner, folder: Path, timeout_s: float) -> dict[str, Any]:
+def ask_ranks(job: Job, runner: SingleRunner, folder: Path, timeout_s: float) -> dict[str, Any]:
     """Runs the survey, with its ranks' output in `folder`; what study.yaml keeps of it.
 
     Raises:
@@ -132,7 +132,7 @@ def ask_ranks(job: Job, runner: Runner, folder: Path, timeout_s: float) -> dict[
     return survey_content(job, runner, result)
 
 
-def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
+def load_survey(job: Job, runner: SingleRunner, out: Path) -> Survey:
     """The survey of a run that is resumed: its peak is that of its earlier trials.
 
     Raises:
@@ -165,7 +165,7 @@ def load_survey(job: Job, runner: Runner, out: Path) -> Survey:
     return survey
 
 
-def survey_content(job: Job, runner: Runner, result: GangResult) -> dict[str, Any]:
+def survey_content(job: Job, runner: SingleRunner, result: GangResult) -> dict[str, Any]:
     """What study.yaml keeps of a survey that ended well."""
     found = result.reports[0].survey
     assert found is not None
@@ -200,7 +200,7 @@ def survey_content(job: Job, runner: Runner, result: GangResult) -> dict[str, An
     }
 
 
-def survey_from_content(job: Job, runner: Runner, content: dict[str, Any]) -> Survey:
+def survey_from_content(job: Job, runner: SingleRunner, content: dict[str, Any]) -> Survey:
     """A survey out of what `survey_content` has made.
 
     Raises:

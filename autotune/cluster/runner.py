@@ -27,15 +27,26 @@ STOP_TIMEOUT_S = 15.0
 """Gangs that are told to stop need a poll and the end of their processes."""
 
 
-class Runner(Protocol):
+class SingleRunner(Protocol):
+    """Runs one attempt at a time."""
+
     world_size: int
     device: str
-    num_lost: int
-    """Slots given up so far; equal before and after two trials that ran alone: both ran on one slot."""
     clock: Clock
     """By which its trials begin and end."""
     simulated: str
     """The modelled cluster that stands in for a real one, as `--simulate` takes it; empty for a real one."""
+
+    def run(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
+        """One attempt, from start to clean-up, with nothing beside it."""
+        ...
+
+
+class Runner(SingleRunner, Protocol):
+    """Runs several at once, on slots."""
+
+    num_lost: int
+    """Slots given up so far; equal before and after two trials that ran alone: both ran on one slot."""
 
     @property
     def num_slots(self) -> int:
@@ -52,10 +63,6 @@ class Runner(Protocol):
 
     def next_ended(self) -> tuple[TrialSpec, GangResult]:
         """Waits until one of the attempts is over, and cleaned up after."""
-        ...
-
-    def run(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> GangResult:
-        """One attempt, from start to clean-up, with nothing beside it."""
         ...
 
 

@@ -63,8 +63,6 @@ class _OneGang:
     job: Job
     device: str
     clock: Clock
-    num_lost: int = 0
-    num_slots: int = 1
     simulated: str = ""
 
     def __post_init__(self) -> None:
@@ -76,15 +74,6 @@ class _OneGang:
             return run_gang(slot, spec, log_dir, timeout_s)
         finally:
             slot.close()
-
-    def is_free(self) -> bool:
-        return True
-
-    def start(self, spec: TrialSpec, log_dir: Path, timeout_s: float) -> None:
-        raise NotImplementedError("one attempt at a time: `run`")
-
-    def next_ended(self) -> tuple[TrialSpec, GangResult]:
-        raise NotImplementedError("one attempt at a time: `run`")
 
 
 def param_space(job: Job) -> dict[str, Any]:

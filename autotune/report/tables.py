@@ -30,6 +30,19 @@ from trials.record import COMPOSED
 ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") + 1])
 
 
+def bare_table(title: str) -> Table:
+    """Without lines, so that many columns fit a narrow screen."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
+
+
 def print_best(console: Console, best: dict[str, Any]) -> None:
     """The content of best.yaml: baseline beside best, and the settings to copy."""
     baseline, evidence = best["baseline"], best["evidence"]

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from autotune.errors import printable
 from autotune.interleaved import Figure
+from autotune.report.tables import bare_table
 from autotune.report.text import count, mfu_label, percent
 from autotune.scaling.points import Point, Scaling
 
@@ -48,15 +49,7 @@ def print_scaling(console: Console, found: Scaling, peak_source: str) -> None:
 
 
 def _table(title: str, points: list[Point]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
+    table = bare_table(title)
     for name in ("config", "mode"):
         table.add_column(name, no_wrap=True)
     for name in ("ranks", "s/step", "tokens/s", "MFU", "comm", "efficiency", "", "runs"):

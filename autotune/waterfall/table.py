@@ -8,6 +8,7 @@ from rich.text import Text
 
 from autotune.errors import printable
 from autotune.interleaved import Figure
+from autotune.report.tables import bare_table
 from autotune.report.text import count, mfu_label
 from autotune.waterfall.steps import Step, Waterfall, Worth
 
@@ -41,15 +42,7 @@ def _bars(made: Waterfall) -> list[Step]:
 
 
 def _table(title: str, made: Waterfall, peak_source: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
+    table = bare_table(title)
     table.add_column("per rank")
     for name in ("tokens/s", "95 % interval", "TFLOP/s", mfu_label(peak_source)):
         table.add_column(name, justify="right", no_wrap=True)

@@ -13,6 +13,7 @@ from autotune.history import History
 from autotune.waterfall.steps import waterfall
 from tests.cluster.conftest import rank_processes, write_job
 from tests.cluster.test_run import autotune
+from tests.cluster.tuned import SHORT
 
 
 def rows_of(folder: Path, stage: str) -> list[dict[str, Any]]:
@@ -27,16 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ended")
     write_job(
         folder,
-        space={"activation_checkpointing": ["none", "full"], "micro_batch_size": [1, 4]},
-        budget={"trials": 3},
-        measure={
-            "warmup_steps": 1,
-            "min_steps": 3,
-            "max_steps": 4,
-            "rounds": 3,
-            "num_finalists": 1,
-            "endurance": False,
-        },
+        **SHORT,
     )
     done = autotune("run", "job.yaml", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,21 +23,27 @@ sys.exit({EXIT_CODE})
 """
 
 
+SHORT: dict[str, Any] = {
+    "space": {"activation_checkpointing": ["none", "full"], "micro_batch_size": [1, 4]},
+    "budget": {"trials": 3},
+    "measure": {
+        "warmup_steps": 1,
+        "min_steps": 3,
+        "max_steps": 4,
+        "rounds": 3,
+        "num_finalists": 1,
+        "endurance": False,
+    },
+}
+"""Sections of a job that is tuned in half a minute."""
+
+
 def tune(folder: Path) -> Path:
     """Tunes the tiny model on one rank; its real run has two. Returns the run's folder."""
     write_job(
         folder,
         cluster={"ranks_per_node": 1, "device": "cpu"},
-        space={"activation_checkpointing": ["none", "full"], "micro_batch_size": [1, 4]},
-        budget={"trials": 3},
-        measure={
-            "warmup_steps": 1,
-            "min_steps": 3,
-            "max_steps": 4,
-            "rounds": 3,
-            "num_finalists": 1,
-            "endurance": False,
-        },
+        **SHORT,
     )
     done = autotune("run", "job.yaml", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
