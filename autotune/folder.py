@@ -145,8 +145,8 @@ OWN_ENTRIES = frozenset(
 )
 """All that a run leaves in its folder; a folder with anything else in it is somebody's, and is not touched."""
 
-HALF_WRITTEN = frozenset(f".{name}" for name in OWN_ENTRIES)
-"""What `write_whole` leaves if it is killed; the next writing takes its place."""
+HALF_WRITTEN = frozenset(name for entry in OWN_ENTRIES for name in (f".{entry}.part", f".{entry}"))
+"""What `write_whole` leaves if it is killed (an earlier version without `.part`); the next writing takes its place."""
 
 
 def _move_aside(out: Path) -> Path | None:

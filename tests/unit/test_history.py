@@ -91,7 +91,7 @@ def test_torn_and_foreign_files_are_told_and_skipped(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "foreign.parquet")
     other = SCHEMA.with_metadata({"product": "fsdp-autotune", "schema_version": "99"})
     pq.write_table(pa.Table.from_pylist([row(1)], schema=other), tmp_path / "later.parquet")
-    (tmp_path / ".trial-0009-attempt-0.parquet").write_bytes(b"half")
+    (tmp_path / ".trial-0009-attempt-0.parquet.part").write_bytes(b"half")
     rows, skipped = history.rows()
     assert len(rows) == 1
     assert [line.split(":")[0] for line in skipped] == ["foreign.parquet", "later.parquet", "torn.parquet"]
