@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def test_no_pattern_finds_a_file_of_a_name_that_is_not_yet_whole(
         write_whole(tmp_path / name, "whole")
         assert not seen
         assert (tmp_path / name).read_text() == "whole"
-        os.unlink(tmp_path / name)
+        (tmp_path / name).unlink()
 
 
 def test_an_attempt_that_was_not_renamed_is_in_no_history(tmp_path: Path) -> None:
