@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from autotune import __version__
+from autotune.commands.compact import compact
 from autotune.commands.compare import compare
 from autotune.commands.cost import cost
 from autotune.commands.views import journal, tensorboard
@@ -397,6 +398,7 @@ def export(run_folder: Path, target: str, output: Path | None, incomplete: bool,
         click.echo(printable(warning), err=True)
 
 
+cli.add_command(compact)
 cli.add_command(compare)
 cli.add_command(confirm)
 cli.add_command(cost)

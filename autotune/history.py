@@ -1,14 +1,17 @@
 """The trial history: Parquet, one row and one file an attempt, under one explicit schema.
 
 It is the one truth of a study. A file appears whole or not at all: written under a temporary name that starts with
-a dot (which readers skip), synced, renamed.
+a dot (which readers skip), synced, renamed. Many files are slow to read: `autotune compact` makes one of them, after
+which a run that goes on adds its own again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +166,25 @@ SCHEMA = pa.schema(
 )
 
 
+_NUMBERED = re.compile(r"trial-(\d{4,6})-attempt-")
+_NUMBERED_TO = re.compile(r"trials-\d{4,6}-to-(\d{4,6})\.parquet")
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What became of a history's files."""
+
+    num_rows: int
+    num_files: int
+    """That there were, without those left as they are."""
+    num_bytes: int
+    """In them."""
+    path: Path
+    """The one file that there is now."""
+    left: list[str]
+    """A line on each file that is no history, and was left as it is."""
+
+
 class History:
     """The `history/` folder of a run."""
 
@@ -180,14 +202,16 @@ class History:
             raise ValueError(f"no such fields in the history's schema: {sorted(unknown)}")
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"trial-{row['trial']:04d}-attempt-{row['attempt']}.parquet"
-        path = self.folder / name
-        whole = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), whole, compression="zstd")
-        write_whole(path, whole.getvalue())
-        return path
+        return self._write(name, [row])
 
     def file_names(self) -> set[str]:
         return {path.name for path in self._files()}
+
+    def last_trial(self) -> int | None:
+        """The highest number of a trial that has a file, be it unreadable; None: there is none."""
+        names = self.file_names()
+        found = [match for name in names for match in (_NUMBERED.match(name), _NUMBERED_TO.fullmatch(name)) if match]
+        return max((int(match[1]) for match in found), default=None)
 
     def rows(
         self, without: Collection[str] = (), told: Callable[[int, int], None] = lambda _done, _all: None
@@ -198,24 +222,68 @@ class History:
             without: names of files to leave out.
             told: after each file, how many were read of how many; some milliseconds pass between two.
         """
-        rows: list[dict[str, Any]] = []
+        rows, skipped, _ = self._read_files(without, told)
+        return rows, skipped
+
+    def compact(self, told: Callable[[int, int], None] = lambda _done, _all: None) -> Compacted | None:
+        """Makes one file of all that can be read; the caller is the folder's only driver.
+
+        The one file is whole before the others go. Interrupted in between, rows are there twice; readers take one.
+
+        Args:
+            told: after each file, how many were read of how many.
+
+        Returns:
+            None: there was no more than one file.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        rows, left, read = self._read_files((), told)
+        if len(read) < 2:
+            return None
+        num_bytes = sum(path.stat().st_size for path in read)
+        first, last = (pick(row["trial"] for row in rows) for pick in (min, max))
+        path = self._write(f"trials-{first:04d}-to-{last:04d}.parquet", rows)
+        for one in read:
+            if one != path:
+                one.unlink()
+        return Compacted(len(rows), len(read), num_bytes, path, left)
+
+    def _read_files(
+        self, without: Collection[str], told: Callable[[int, int], None]
+    ) -> tuple[list[dict[str, Any]], list[str], list[Path]]:
+        """As `rows`; and the files that these are of."""
+        rows: dict[tuple[str, int, int], dict[str, Any]] = {}
         skipped: list[str] = []
+        read: list[Path] = []
         paths = [path for path in self._files() if path.name not in without]
         for number, path in enumerate(paths, 1):
             told(number, len(paths))
             try:
                 found, problem = _read(path)
             except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
+                if path not in self._files():  # made one with others since they were listed: look again
+                    return self._read_files(without, told)
                 found, problem = [], f"unreadable: {(str(error).splitlines() or [''])[0]}"
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
-            rows.extend(found)
+            for row in found:
+                rows.setdefault((row["study_id"], row["trial"], row["attempt"]), row)
             if problem:
                 skipped.append(f"{path.name}: {problem}")
-        return sorted(rows, key=lambda row: (row["trial"], row["attempt"])), skipped
+            else:
+                read.append(path)
+        return sorted(rows.values(), key=lambda row: (row["trial"], row["attempt"])), skipped, read
 
-    def _files(self) -> Iterable[Path]:
+    def _files(self) -> list[Path]:
         return sorted(p for p in self.folder.glob("*.parquet") if not p.name.startswith("."))
+
+    def _write(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        whole = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), whole, compression="zstd")
+        write_whole(self.folder / name, whole.getvalue())
+        return self.folder / name
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], str]:

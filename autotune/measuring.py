@@ -33,7 +33,7 @@ MAX_RETRIES = 2
 OUT_OF_TIME = "the time given for the measuring was over"
 LEAST_TIMEOUT_S = 1.0
 
-_NUMBERED = re.compile(r"trial-(\d{4,6})(?!\d)")
+_LOGS = re.compile(r"trial-(\d{4,6})")
 Key = tuple[str, Knobs, int | None]
 """Stage, config and round: what is measured once in a run."""
 
@@ -193,7 +193,10 @@ class Measurer:
 
     def leave_numbers_in_use(self) -> None:
         """No later trial may overwrite one that has a file, be it one that was skipped."""
-        self._next_trial = max(self._numbers_in_use(), default=-1) + 1
+        logs = (_LOGS.fullmatch(path.name) for path in (self.out / "logs").glob("trial-*"))
+        in_use = [int(found[1]) for found in logs if found]
+        last = self._history.last_trial()
+        self._next_trial = max(in_use if last is None else [*in_use, last], default=-1) + 1
 
     def _goes_on(self, stage: str, world_size: int, stages: Container[str]) -> bool:
         return stage in stages and (stage != SCALE or world_size == self.study.world_size)
@@ -204,10 +207,6 @@ class Measurer:
             raise ValueError(f"it is of trial {spec.trial}")
         if spec.trial not in recorded and spec.knobs is not None and self._goes_on(spec.stage, spec.world_size, stages):
             self._unfinished[spec.stage, spec.knobs, spec.round] = (spec.trial, 0)
-
-    def _numbers_in_use(self) -> list[int]:
-        paths = (*self._history.folder.glob("trial-*"), *(self.out / "logs").glob("trial-*"))
-        return [int(found[1]) for path in paths if (found := _NUMBERED.match(path.name))]
 
     def begun(self, stage: str) -> list[Knobs]:
         """Configs of a stage that an earlier life finished, or was interrupted in, in the order it began them."""

@@ -40,6 +40,7 @@ class Follower:
     def __init__(self, run: Path, viewer: Viewer) -> None:
         self.run, self._viewer = run, viewer
         self._seen: set[str] = set()
+        self._ended: set[int] = set()
         self._started: set[str] = set()
         self._best: Attempt | None = None
 
@@ -49,11 +50,12 @@ class Follower:
         present = history.file_names()
         if not self._seen <= present:  # that run was moved aside
             self._viewer.message("  another run has begun in this folder")
-            self._seen, self._started, self._best = set(), set(), None
+            self._seen, self._ended, self._started, self._best = set(), set(), set(), None
         rows, skipped = history.rows(without=self._seen)
         self._seen |= present
         for line in skipped:
             self._viewer.message(f"  skipped {line}")
+        self._ended |= {row["trial"] for row in rows}
         if rows:
             limits = study_of(load_job(str(self.run / "job.yaml")), read_study_file(self.run)).limits
             for row in rows:
@@ -75,7 +77,7 @@ class Follower:
 
     def _orders(self) -> Iterator[TrialSpec]:
         """Of trials that have begun and have no row yet, each once."""
-        ended = {name.split("-attempt-")[0] for name in self._seen}
+        ended = {name.split("-attempt-")[0] for name in self._seen} | {f"trial-{trial:04d}" for trial in self._ended}
         for path in sorted((self.run / "logs").glob("trial-*/spec.json")):
             name = path.parent.name
             if name in ended or name in self._started:
