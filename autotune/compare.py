@@ -16,6 +16,7 @@ from typing import Any
 from autotune.best import read_best
 from autotune.folder import leaves
 from autotune.loaded import load
+from autotune.stages import OF_A_RUN
 from autotune.verdict import CONFIDENCE, welch
 from trials.record import COMPOSED
 
@@ -41,8 +42,15 @@ class Side:
     """Its keys, dotted."""
 
     def rates(self, settings: Mapping[str, Any]) -> list[float]:
-        """Tokens/s per rank of the runs of a config: its fresh rounds; without any, its runs of whole steps."""
-        ok = [row for row in self.rows if row["outcome"] == "ok" and row["knobs"] == settings]
+        """Tokens/s per rank of the runs of a config: its fresh rounds; without any, its runs of whole steps.
+
+        What was measured after the run's end is not among them: some of it ran on other ranks.
+        """
+        ok = [
+            row
+            for row in self.rows
+            if row["outcome"] == "ok" and row["stage"] in OF_A_RUN and row["knobs"] == settings
+        ]
         rounds = [row for row in ok if row["stage"] == "round"]
         alone = [row for row in ok if row["stage"] in ("baseline", "finalist") or row["timing"] != COMPOSED]
         return [row["tokens_per_s_per_rank"] for row in rounds or alone]

@@ -70,7 +70,7 @@ class Follower:
             self._viewer.message(f"  skipped trial {row['trial']}: not an attempt of fsdp-autotune: {error}")
             return
         if attempt.stage == BASELINE:
-            self._viewer.baseline = row["knobs"]
+            self._viewer.baseline = attempt.knobs.to_dict()  # as the driver shows them: with those a trainer leaves out
         if attempt.stage in (BASELINE, SIDE_BY_SIDE) and attempt.is_feasible:
             self._best = max(self._best or attempt, attempt, key=lambda one: one.tokens_per_s_per_rank or 0.0)
         self._viewer.trial_ended(attempt, self._best)

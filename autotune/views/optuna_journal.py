@@ -22,6 +22,7 @@ from autotune.loaded import load
 from autotune.rows import Attempt
 from autotune.search.observed import CONSTRAINT, OUTCOME
 from autotune.stages import BASELINE, SIDE_BY_SIDE
+from autotune.waterfall.flat import DERIVED, flat
 from trials.files import write_whole
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
@@ -62,7 +63,7 @@ def write_journal(run: Path, path: Path) -> list[str]:
 
 def trials_of(attempts: Sequence[Attempt]) -> list[FrozenTrial]:
     """Each attempt as a trial; its params are the knobs that were not the same in all of them."""
-    settings = [attempt.knobs.to_dict() for attempt in attempts]
+    settings = [flat(one.knobs.to_dict()) | {DERIVED: one.knobs.grad_accum_steps} for one in attempts]
     values = {name: list(dict.fromkeys(one[name] for one in settings)) for name in (settings[0] if settings else {})}
     searched: dict[str, BaseDistribution] = {
         name: CategoricalDistribution(found) for name, found in values.items() if len(found) > 1

@@ -15,6 +15,7 @@ from scipy import stats
 from autotune.cli import cli
 from autotune.compare import compare_runs, load_side
 from autotune.errors import UserError
+from autotune.history import History
 from autotune.report.compare import comparison_lines
 from autotune.verdict import welch
 
@@ -94,6 +95,20 @@ def test_without_rounds_there_is_a_ratio_and_no_interval(simulated_run: Path, tm
     assert best.ratio == pytest.approx(1, rel=0.05)
     assert (best.low, best.num_runs[1]) == (None, 0), "only the baseline's first trial is left"
     assert "no interval" in comparison_lines(compare_runs(load_side(simulated_run), load_side(other)))[0]
+
+
+def test_runs_on_other_ranks_are_none_of_the_run(simulated_run: Path, tmp_path: Path) -> None:
+    """Where there are no rounds, the same config's runs in a scaling or a confirmation do not stand in for them."""
+    other = changed(simulated_run, tmp_path / "b")
+    history = History(other / "history")
+    first = history.rows()[0][0]
+    for path in (other / "history").iterdir():
+        path.unlink()
+    history.append(first)
+    for number, stage in enumerate(("scale", "confirm", "scale"), 1):
+        history.append(first | {"trial": number, "stage": stage, "world_size": 8, "tokens_per_s_per_rank": 1.0})
+    _, baseline = compare_runs(load_side(simulated_run), load_side(other)).ratios
+    assert baseline.num_runs == (3, 1)
 
 
 def test_the_screen_and_json_say_the_same(simulated_run: Path, tmp_path: Path) -> None:

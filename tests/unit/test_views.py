@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
@@ -21,6 +22,8 @@ from autotune.errors import UserError
 from autotune.folder import prepare_folder
 from autotune.history import History
 from autotune.job_file import load_job
+from autotune.loaded import load
+from autotune.views.optuna_journal import trials_of
 
 
 @pytest.fixture
@@ -83,6 +86,17 @@ def test_optuna_itself_reads_the_same_constraints(run: Path) -> None:
     fastest = max(row["tokens_per_s_per_rank"] or 0 for row in rows_of(run, "baseline", "explore"))
     assert study.best_value == fastest
     assert study.metric_names == ["tokens/s per rank"]
+
+
+def test_knobs_of_a_trainer_of_ones_own_are_params_by_their_names(run: Path) -> None:
+    attempts = load(run).attempts[:3]
+    own = [
+        replace(one, knobs=replace(one.knobs, custom=(("float8", value), ("tp", "1"))))
+        for one, value in zip(attempts, ("off", "rowwise", "off"), strict=True)
+    ]
+    params = [trial.params for trial in trials_of(own)]
+    assert [one["custom.float8"] for one in params] == ["off", "rowwise", "off"]
+    assert "custom.tp" not in params[0], "it was the same in all"
 
 
 def events(folder: Path) -> list[Event]:

@@ -70,6 +70,21 @@ def test_a_driver_that_went_without_a_result_is_told_from_one_that_ended(simulat
     assert "--resume" in done.output
 
 
+def test_settings_are_those_that_the_driver_shows_of_a_trainer_of_ones_own(
+    simulated_run: Path, tmp_path: Path, screen: LineScreen
+) -> None:
+    """Its history has null for what the trainer decides itself: no difference from the baseline."""
+    run = Path(shutil.copytree(simulated_run, tmp_path / "run"))
+    shutil.rmtree(run / "history")
+    rows, _ = History(simulated_run / "history").rows()
+    for row in rows[:2]:
+        left = {"num_workers": None, "prefetch_factor": None, "custom": {"float8": "off"}}
+        History(run / "history").append(row | {"knobs": rows[0]["knobs"] | left})
+    follow(run, screen)
+    (line,) = (line for line in screen.console.export_text().splitlines() if " explore " in line)
+    assert "as baseline" in line
+
+
 def test_a_trial_that_is_under_way_is_named(simulated_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(simulated_run, tmp_path / "run"))
     (run / "history" / "trial-0003-attempt-0.parquet").unlink()
