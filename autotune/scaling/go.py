@@ -94,7 +94,8 @@ def _subject(name: str, overrides: tuple[str, ...], output: Path | None, simulat
             f"{folder}: its run was simulated ({simulated}), and is not scaled on a real cluster",
             f'go on with the simulated one: --simulate "{simulated}"',
         )
-    out = (output or folder.with_name(f"{folder.absolute().name}-scale")).absolute()
+    whole = folder.resolve()  # `.` has no name
+    out = output.absolute() if output else whole.with_name(f"{whole.name}-scale")
     return _Subject(run.job.model_copy(update={"output": str(out)}), out, contenders, {}, False)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autotune.errors import UserError
+from autotune.history import History
 from autotune.preflight.shape import of_model
 from autotune.report.text import json_safe
 from autotune.scaling.measuring import targets
@@ -16,6 +20,7 @@ from autotune.scaling.points import Scaling, scaling
 from autotune.scaling.predicted import extrapolated
 from autotune.scaling.subject import contenders_of, outline
 from tests.unit.conftest import make_job, make_space
+from tests.unit.test_simulated_run import autotune
 from trials.record import Knobs
 
 SEQ_LEN, BATCH, TARGET = 256, 16, 4
@@ -163,6 +168,18 @@ def test_each_config_of_a_run_has_one_role() -> None:
     assert set(contenders_of(content, finalists)) == {"best", "baseline", "fallback"}
     kept = content | {"settings": BASE, "fallback": None}
     assert set(contenders_of(kept, finalists)) == {"baseline", "finalist-5"}
+
+
+def test_a_run_named_by_a_dot_is_scaled_on_a_modelled_cluster_beside_it(
+    simulated_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(simulated_run, tmp_path / "run"))
+    study = yaml.safe_load((run / "study.yaml").read_text())
+    cluster = study.pop("simulated")
+    (run / "study.yaml").write_text(yaml.safe_dump(study))  # as of a real one
+    monkeypatch.chdir(run)
+    autotune("scale", ".", "--ranks", "64", "--repeats", "2", "--simulate", cluster)
+    assert {row["stage"] for row in History(tmp_path / "run-scale" / "history").rows()[0]} == {"scale"}
 
 
 def test_a_prediction_starts_from_what_was_measured_and_stands_apart() -> None:
