@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,18 +93,29 @@ Config = tuple[str, int]
 """Role and ranks."""
 
 
-def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world_size: int) -> Scaling | None:
+def scaling(
+    rows: Sequence[dict[str, Any]],
+    global_batch_size: int,
+    target_world_size: int,
+    contenders: Mapping[str, Knobs] | None = None,
+) -> Scaling | None:
     """The scaling that was measured.
 
     Args:
         rows: of a history, of all stages.
         global_batch_size: of the job, sequences.
         target_world_size: ranks of the real run.
+        contenders: by role, as best.yaml has them now. A run that was resumed may have found another best since its
+            scaling: rows then have the role that their config has now, and those of no contender are left out. None:
+            rows have the role that they were measured in.
 
     Returns:
         None where none was.
     """
     of_the_config = [row for row in rows if row["stage"] == SCALE and row.get("role")]
+    if contenders is not None:
+        named = [row | {"role": _role(row, contenders)} for row in of_the_config]
+        of_the_config = [row for row in named if row["role"]]
     known = [row for row in of_the_config if Outcome(row["outcome"]) not in NOT_OF_THE_CONFIG]
     if not known:
         return None
@@ -130,6 +141,18 @@ def scaling(rows: Sequence[dict[str, Any]], global_batch_size: int, target_world
         target_world_size=target_world_size,
         simulated=any(row.get("simulated") for row in known),
     )
+
+
+def _role(row: dict[str, Any], contenders: Mapping[str, Knobs]) -> str | None:
+    """The contender whose config it is, but for what these ranks alone decide."""
+    ours = Knobs.from_dict(row["knobs"])
+    decided: dict[str, Any] = {"grad_accum_steps": 1}
+    if ours.grad_accum_steps == 1:
+        decided["sync_each_micro_batch"] = True  # nothing is held back
+    if row["world_size"] == 1:
+        decided["reshard_after_forward"] = True  # nothing is sharded
+    same = dataclasses.replace(ours, **decided)
+    return next((role for role, theirs in contenders.items() if dataclasses.replace(theirs, **decided) == same), None)
 
 
 def batch_of(row: dict[str, Any]) -> int:

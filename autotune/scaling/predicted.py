@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 
+from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.interleaved import Figure
 from autotune.job import Job
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.shape import ModelShape, of_surveyed
 from autotune.scaling.points import Point, Scaling, scaling
-from autotune.scaling.subject import CURVES, target
+from autotune.scaling.subject import CURVES, contenders_of, target
 from autotune.survey import FILE_NAME as STUDY_FILE
 from trials.record import Knobs
 
@@ -31,7 +32,9 @@ def scaling_of(folder: Path, job: Job, rows: Sequence[dict[str, Any]]) -> Scalin
     Returns:
         None where none was measured.
     """
-    found = scaling(rows, job.global_batch_size, job.batch.target_world_size)
+    # A job that was scaled without a run has no best.yaml.
+    contenders = contenders_of(read_best(folder), rows) if (folder / "best.yaml").exists() else None
+    found = scaling(rows, job.global_batch_size, job.batch.target_world_size, contenders)
     if found is None:
         return None
     content = yaml.safe_load((folder / STUDY_FILE).read_text(encoding="utf-8"))

@@ -170,6 +170,38 @@ def test_each_config_of_a_run_has_one_role() -> None:
     assert set(contenders_of(kept, finalists)) == {"baseline", "finalist-5"}
 
 
+def test_the_role_is_that_of_the_config_now_and_an_earlier_best_is_left_out() -> None:
+    """A run that is resumed after its scaling may find another best; the finalist that it was has been measured."""
+    earlier = BASE | {"activation_checkpointing": "none"}
+    later = BASE | {"activation_checkpointing": "every_2"}
+    rows = []
+    for number in range(3):
+        for n in (1, 2):
+            for role, settings, step_s in (("best", earlier, 1.0), ("finalist-7", later, 2.0), ("baseline", BASE, 4.0)):
+                one = row(role, n, BATCH // n, number, step_s / n)
+                rows.append(one | {"knobs": settings | {"micro_batch_size": 1, "grad_accum_steps": BATCH // n}})
+    now = {"best": later, "baseline": BASE}
+    contenders = {role: Knobs.from_dict(one | {"micro_batch_size": 1}) for role, one in now.items()}
+    made = scaling(rows, BATCH, TARGET, contenders)
+    assert made is not None
+    assert {point.role: point.num_runs for point in made.points} == {"best": 3, "baseline": 3}
+    (best,) = (p for p in made.points if (p.role, p.world_size) == ("best", 1))
+    assert best.step_time_s is not None
+    assert best.step_time_s.value == pytest.approx(2.0)
+
+
+def test_what_the_ranks_decide_makes_no_other_config() -> None:
+    """One rank shards nothing, and one micro-step holds nothing back: the spelling of the config says so."""
+    held = Knobs.from_dict(BASE | {"micro_batch_size": 1, "grad_accum_steps": 4, "sync_each_micro_batch": False})
+    alone = row("best", 1, 4, 0, 4.0)
+    alone["knobs"] |= {"reshard_after_forward": False, "sync_each_micro_batch": False}
+    wide = row("best", 4, 1, 0, 1.0)
+    wide["knobs"] |= {"sync_each_micro_batch": True}
+    made = scaling([alone, wide], 4, TARGET, {"best": held})
+    assert made is not None
+    assert [(point.role, point.world_size) for point in made.points] == [("best", 1), ("best", 4)]
+
+
 def test_a_run_named_by_a_dot_is_scaled_on_a_modelled_cluster_beside_it(
     simulated_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
