@@ -12,9 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.stages import SCALE, WATERFALL
+
 SECONDS_PER_HOUR = 3600.0
 USEFUL_FLOPS = 1e21
 """Of the model's own, recomputation aside: the amount that prices are compared by."""
+
+EXPLAINED = (WATERFALL, SCALE)
+"""Stages that no tuning needs: whoever looks closer afterwards does not make the config pay off later."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Cost:
     why_no_saving: str
     """Empty where there is one."""
     tuning_hours: float
-    """All attempts of the history, each from the start of its ranks to its clean-up, times its ranks."""
+    """All attempts that led to the config and confirmed it, each from the start of its ranks to its clean-up, times its
+    ranks; not what was measured afterwards to explain it (waterfall, scaling)."""
     tuning_money: float | None
     break_even_tokens: float | None
     """From which the tuning has paid for itself; None: no saving shown."""
@@ -104,7 +110,7 @@ def training_cost(best: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], as
     theirs = _training(baseline["tokens_per_s_per_rank"], flops_per_token, asked)
     ours = _training(evidence["tokens_per_s_per_rank"], flops_per_token, asked)
     why_not = _why_no_saving(best)
-    tuning_hours = spent_hours(rows)
+    tuning_hours = spent_hours(row for row in rows if row.get("stage") not in EXPLAINED)
     saved = None if why_not else theirs.hours * (1 - 1 / best["gain"]["low"])
     is_gpu = fingerprint.get("driver_version") or fingerprint.get("nccl_version")
     return Cost(
@@ -155,6 +161,9 @@ def _why_no_saving(best: Mapping[str, Any]) -> str:
         return "the run has not ended: its gain is not measured yet"
     if gain is None:
         return str(best["verdict"])
+    confirmed = best.get("confirmed")
+    if confirmed and confirmed["held"] != "best":
+        return f"on {confirmed['world_size']} ranks the {confirmed['held']} held, and not the best: {confirmed['why']}"
     if gain["low"] <= 1:
         low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
         return f"the gain's 95 % interval, {low} to {high}, includes none"

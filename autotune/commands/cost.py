@@ -47,12 +47,12 @@ def cost(
 
     from autotune.best import read_best
     from autotune.cost import Assumptions, training_cost
-    from autotune.history import History
+    from autotune.loaded import load
     from autotune.report.cost import print_cost
     from autotune.report.text import json_safe
 
     best = read_best(run_folder)
-    rows, _ = History(run_folder / "history").rows()
+    rows = [attempt.row for attempt in load(run_folder).attempts]
     ranks = best["training"]["target_world_size"]
     asked = Assumptions(tokens, ranks if num_gpus is None else num_gpus, price, goodput, currency)
     try:

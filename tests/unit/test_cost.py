@@ -85,6 +85,12 @@ def test_tuning_counts_every_attempt_by_its_own_ranks() -> None:
     assert cost(rows=rows).tuning_hours == pytest.approx(4 + 1)
 
 
+def test_a_closer_look_afterwards_is_no_cost_of_the_tuning() -> None:
+    stages = ("explore", "round", "confirm", "waterfall", "scale")
+    rows = [row(15) | {"stage": stage} for stage in stages]
+    assert cost(rows=rows).tuning_hours == pytest.approx(3 * 2)
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -92,6 +98,10 @@ def test_tuning_counts_every_attempt_by_its_own_ranks() -> None:
         (best(1.02, low=1.0), "includes none"),
         (best(complete=False), "has not ended"),
         (best() | {"gain": None}, "keep your baseline"),
+        (
+            best() | {"confirmed": {"held": "baseline", "why": "best: oom_device", "world_size": 512}},
+            "on 512 ranks the baseline held, and not the best: best: oom_device",
+        ),
     ],
 )
 def test_no_saving_is_shown_where_none_was_measured(content: dict[str, Any], why: str) -> None:
