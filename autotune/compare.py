@@ -47,9 +47,7 @@ class Side:
         What was measured after the run's end is not among them: some of it ran on other ranks.
         """
         ok = [
-            row
-            for row in self.rows
-            if row["outcome"] == "ok" and row["stage"] in OF_A_RUN and row["knobs"] == settings
+            row for row in self.rows if row["outcome"] == "ok" and row["stage"] in OF_A_RUN and row["knobs"] == settings
         ]
         rounds = [row for row in ok if row["stage"] == "round"]
         alone = [row for row in ok if row["stage"] in ("baseline", "finalist") or row["timing"] != COMPOSED]

@@ -58,9 +58,10 @@ def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
     if row.get("outcome") != "ok":
         return []
     first = [*_scores(row), *_memory(row, limits), *_doubts(row)]
-    if not row.get("rank_breakdowns"):
+    read = [Breakdown.read(rank) for rank in row.get("rank_breakdowns") or []]
+    ranks = [rank for rank in read if rank is not None]
+    if not ranks or len(ranks) < len(read):
         return first + list(_loader_timer(row))
-    ranks = [Breakdown(**rank) for rank in row["rank_breakdowns"]]
     parts = {name: row[f"frac_{name}"] for name in FRACTIONS}
     found = [
         *_data(ranks),

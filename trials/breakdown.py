@@ -80,6 +80,13 @@ class Breakdown:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def read(cls, told: dict[str, Any] | None) -> Breakdown | None:
+        """Of `to_dict`, as a history has it; None where a time is missing."""
+        if told is None or any(value is None for name, value in told.items() if name.endswith("_s")):
+            return None
+        return cls(**told)
+
 
 def normalised(seconds: dict[str, float]) -> dict[str, float]:
     """Seconds -> fractions; without any time at all, everything is idle."""

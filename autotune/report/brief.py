@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.errors import printable
 from autotune.report.text import count, differences, finding_line, gib, mfu_label, percent, rate
+from autotune.stages import SCALE
 from trials.breakdown import FRACTIONS
 
 MAX_LINES, WIDTH = 12, 99
@@ -26,6 +27,9 @@ def brief_lines(run: Path, best: Mapping[str, Any] | None, rows: Sequence[Mappin
     Returns:
         At most 12 lines of at most 99 printable characters.
     """
+    if best is None and rows and all(row["stage"] == SCALE for row in rows):
+        scaled = f"{run}: a job's baseline was scaled here, and nothing was tuned; {count(len(rows), 'attempt')}"
+        return [_plain(line) for line in (scaled, f"next: `autotune report {run}` has the efficiencies")]
     if best is None:
         last = rows[-1] if rows else None
         lines = [f"{run}: no config has run to its end; {count(len(rows), 'attempt')}"]

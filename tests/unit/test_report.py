@@ -20,8 +20,11 @@ from autotune.errors import UserError
 from autotune.folder import sole_driver
 from autotune.history import SCHEMA, History
 from autotune.loaded import LoadedRun, load
+from autotune.report.brief import brief_lines
 from autotune.report.facts import SUMMARY_VERSION, Summary, summarise
+from autotune.report.facts.headline import SCALED_ALONE
 from autotune.report.facts.knobs import MOST_RECKONED
+from autotune.report.facts.trials import comparable
 from tests.unit.test_simulated_run import autotune
 
 
@@ -212,6 +215,53 @@ def test_a_baseline_that_is_kept_is_the_only_config(copy: Path) -> None:
     assert told.headline.kind == "keep"
     assert [config.role for config in told.configs] == ["baseline"]
     assert not any("autotune waterfall" in line for line in told.not_measured)
+
+
+def test_a_win_that_did_not_hold_on_the_real_ranks_is_said_at_the_top(copy: Path) -> None:
+    path = copy / "best.yaml"
+    content = yaml.safe_load(path.read_text())
+    held = {"held": "baseline", "why": "best: oom_device in trial 30", "at": "now", "world_size": 512}
+    rates = dict.fromkeys(("tokens_per_s_per_rank", "tokens_per_s_per_rank_low", "tokens_per_s_per_rank_high"))
+    content["confirmed"] = held | rates | {"settings": content["baseline"]["settings"]}
+    path.write_text(yaml.safe_dump(content))
+    told = summarise(load(copy))
+    assert any(
+        "512 ranks the baseline held, and not the best: best: oom_device" in note for note in told.headline.notes
+    )
+    content["confirmed"] |= {"held": "best", "settings": content["settings"]}
+    path.write_text(yaml.safe_dump(content))
+    assert not any(" held" in note for note in summarise(load(copy)).headline.notes)
+
+
+def test_a_job_that_was_scaled_alone_is_no_run_to_go_on_with(copy: Path) -> None:
+    history = History(copy / "history")
+    first = history.rows()[0][0]
+    for path in (copy / "history").iterdir():
+        path.unlink()
+    (copy / "best.yaml").unlink()
+    for number, (size, sequences) in enumerate(((16, 32), (64, 8), (16, 32), (64, 8))):
+        knobs = first["knobs"] | {"grad_accum_steps": sequences}
+        of_scale = {"stage": "scale", "role": "baseline", "round": number // 2, "world_size": size, "knobs": knobs}
+        history.append(first | of_scale | {"trial": number, "hosts": ["host"] * size})
+    told = summarise(load(copy))
+    assert (told.headline.kind, told.headline.sentence) == ("none", SCALED_ALONE)
+    assert not any("--resume" in note for note in told.headline.notes)
+    assert told.scaling is not None
+    assert [point.world_size for point in told.scaling.points if not point.is_predicted] == [16, 64]
+    assert {one.world_size for one in comparable(told.trials)} == {64}, "figures compare on the most ranks"
+    assert "nothing was tuned" in brief_lines(Path("runs/mine"), None, history.rows()[0])[0]
+
+
+def test_null_fields_of_an_older_history_are_left_out(copy: Path) -> None:
+    rows, _ = History(copy / "history").rows()
+    parts = next(row["rank_breakdowns"] for row in rows if row["rank_breakdowns"])
+    rewrite(copy, rank_breakdowns=[parts[0] | dict.fromkeys(parts[0]), *parts[1:]])
+    told = summarise(load(copy))
+    assert told.rank_times
+    assert told.step_parts
+    assert all((rank.work_s is None) == (rank.rank == 0) for one in told.rank_times for rank in one.ranks)
+    rewrite(copy, rank_step_times_s=[[1.0, None]] * 64)
+    assert summarise(load(copy)).rank_times == []
 
 
 def test_without_a_peak_there_is_no_mfu_and_it_is_said(copy: Path) -> None:

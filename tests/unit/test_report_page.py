@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -151,6 +152,13 @@ def test_hostile_words_are_only_words(copy: Path, state: str) -> None:  # noqa: 
             assert "<img" not in json.dumps(trace)
     if state == "no peak":
         assert page.data["figures-data"]["speed-and-memory"]["layout"]["yaxis"]["title"]["text"] == "tokens/s per rank"
+
+
+def test_what_is_no_number_leaves_the_other_figures_whole(copy: Path) -> None:  # noqa: F811
+    rewrite(copy, frac_compute=math.nan, frac_idle=math.inf, block_times_s=[math.nan], drift=math.nan)
+    page = Page(make_page(summarise(load(copy)), "runs/it's mine"))
+    json.dumps(page.data["figures-data"], allow_nan=False)
+    assert "autotune scale 'runs/it'\"'\"'s mine' --ranks" in page.text
 
 
 def test_a_page_of_five_thousand_trials_has_them_all_and_can_be_sent(run: LoadedRun) -> None:  # noqa: F811

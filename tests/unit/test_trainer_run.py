@@ -15,6 +15,9 @@ from autotune.errors import UserError
 from autotune.folder import prepare_folder
 from autotune.history import History
 from autotune.job import Job
+from autotune.loaded import load
+from autotune.report.facts import summarise
+from autotune.report.page.figures import make_figures
 from autotune.report.tables import print_best, print_trials
 from autotune.run import Run, RunResult
 from autotune.simulate.cluster import parse_cluster
@@ -56,6 +59,17 @@ def study(folder: Path, behave: Any = rate, resume: bool = False) -> tuple[RunRe
     (folder / "logs").mkdir(exist_ok=True)
     runner = Trainers(behave, NOT_DECLARED | {"data": "your trainer's own", "cpus_allowed": 2})
     return Run(job(), folder, runner, Silent(), resume=resume).go(), runner
+
+
+def test_a_report_of_it_marks_its_best_and_leaves_out_what_the_command_decides(tmp_path: Path) -> None:
+    prepare_folder(tmp_path, job())
+    study(tmp_path)
+    told = summarise(load(tmp_path))
+    assert all("activation_checkpointing" not in one.settings for one in told.trials)
+    assert [one.knob for one in told.slices] == ["micro_batch_size", "custom.float8"]
+    (best,) = (trace for trace in make_figures(told)["speed-and-memory"]["data"] if trace["name"].startswith("best"))
+    handed = {name: value for name, value in told.configs[1].settings.items() if value is not None}
+    assert len(best["customdata"]) == sum(one.settings == handed for one in told.trials)
 
 
 def test_a_study_of_a_command_ends_with_its_own_knobs(tmp_path: Path) -> None:

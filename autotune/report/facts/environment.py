@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ def _of_mfu(run: LoadedRun) -> list[str]:
 
 def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> list[str]:
     """What a reader might take for measured, and was not; each with what measures it, if something does."""
-    said, best, study = [], run.best, run.study
+    said, best, study, folder = [], run.best, run.study, shlex.quote(str(run.folder))
     if study.simulated:
         said.append(f"Everything: a modelled cluster stood in for a real one ({study.simulated}).")
     said += _of_mfu(run)
@@ -136,9 +137,9 @@ def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> l
             f"The real run's {target} ranks: trials had {study.world_size}. `autotune confirm` measures on all of them."
         )
     if not has_waterfall and best is not None and best["settings"] != best["baseline"]["settings"]:
-        said.append(f"What each change was worth: `autotune waterfall {run.folder}` measures it.")
+        said.append(f"What each change was worth: `autotune waterfall {folder}` measures it.")
     if not has_scaling:
-        said.append(f"Scaling with the number of ranks: `autotune scale {run.folder} --ranks N,N,...` measures it.")
+        said.append(f"Scaling with the number of ranks: `autotune scale {folder} --ranks N,N,...` measures it.")
     endurance = (best or {}).get("endurance")
     if endurance and endurance["status"] == "not_run":
         said.append(f"Endurance, evaluation and checkpoints: {endurance['reason']}.")

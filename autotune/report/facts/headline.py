@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.loaded import LoadedRun
 from autotune.report.text import SIMULATED, count, loader_advice
+from autotune.stages import SCALE
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
 NOTHING_FITTED = "No config has been measured and fitted, so there is no result."
+
+SCALED_ALONE = "A job's baseline was scaled here, and nothing was tuned."
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,18 @@ def headline(run: LoadedRun) -> Headline:
         simulated=bool(run.study.simulated),
         simulated_cluster=run.study.simulated or None,
         kind=kind,
-        sentence=NOTHING_FITTED if best is None else best["verdict"],
+        sentence=best["verdict"] if best else SCALED_ALONE if _is_scaled_alone(run) else NOTHING_FITTED,
         gain=_gain(best),
         notes=_notes(run),
         num_configs_tried=len(tried),
         num_out_of_memory=len({attempt.knobs for attempt in searched if attempt.outcome in OUT_OF_MEMORY}),
         confirmed=best["confirmed"] if best else None,
     )
+
+
+def _is_scaled_alone(run: LoadedRun) -> bool:
+    """The folder of `autotune scale JOB`, which has no run to go on with."""
+    return run.best is None and all(attempt.stage == SCALE for attempt in run.attempts)
 
 
 def _kind(best: dict[str, Any] | None) -> Literal["win", "keep", "unfinished", "none"]:
@@ -83,10 +92,14 @@ def _notes(run: LoadedRun) -> list[str]:
     said = []
     if run.study.simulated:
         said.append(f"{SIMULATED.upper()}: nothing here was measured; a model stood in for {run.study.simulated}")
-    if not run.is_complete:
-        again = f"`autotune run {run.folder / 'job.yaml'} --resume` goes on with it"
+    if not run.is_complete and not _is_scaled_alone(run):
+        again = f"`autotune run {shlex.quote(str(run.folder / 'job.yaml'))} --resume` goes on with it"
         state = "The run is still going" if run.is_going else f"The run has not ended; {again}"
         said.append(f"{state}: all that is said here is of what it had measured by now")
+    confirmed = run.best["confirmed"] if run.best else None
+    if confirmed and confirmed["held"] != "best" and _kind(run.best) == "win":
+        ranks = count(confirmed["world_size"], "rank")
+        said.append(f"On the real run's {ranks} the {confirmed['held']} held, and not the best: {confirmed['why']}")
     if run.unreadable:
         said.append(f"{count(len(run.unreadable), 'file or row')} of the folder could not be used; listed at the end")
     advice = loader_advice(run.best) if run.best else None

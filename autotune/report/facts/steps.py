@@ -123,7 +123,7 @@ def rank_times(run: LoadedRun) -> list[RankTimes]:
 
 def _is_timed(row: dict[str, Any]) -> bool:
     times: list[list[float]] | None = row.get("rank_step_times_s")
-    return times is not None and bool(times) and all(times)
+    return times is not None and bool(times) and all(own and None not in own for own in times)
 
 
 def _of_ranks(label: str, row: dict[str, Any]) -> RankTimes:
@@ -147,6 +147,6 @@ def _of_ranks(label: str, row: dict[str, Any]) -> RankTimes:
     )
 
 
-def _work_s(part: dict[str, Any]) -> float:
-    parts = Breakdown(**part)
-    return parts.own_s - parts.data_wait_s
+def _work_s(part: dict[str, Any] | None) -> float | None:
+    parts = Breakdown.read(part)
+    return None if parts is None else parts.own_s - parts.data_wait_s

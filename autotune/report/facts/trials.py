@@ -34,7 +34,7 @@ class Trial:
     differs: str
     """From the baseline, in short."""
     settings: dict[str, Any]
-    """Knobs that the engine has."""
+    """Knobs that the engine has, and that a trainer of one's own is handed."""
     measure_options: str
     """Of `autotune measure RUN/job.yaml`, to measure it again by hand; empty for the baseline."""
     tokens_per_s_per_rank: float | None
@@ -56,12 +56,12 @@ class Trial:
 
 def trials(run: LoadedRun) -> list[Trial]:
     """In the order of the history."""
-    base = next((attempt.knobs.to_dict() for attempt in run.attempts if attempt.stage == "baseline"), {})
+    base = next((run.study.told(attempt.knobs) for attempt in run.attempts if attempt.stage == "baseline"), {})
     return [_trial(run, attempt, base) for attempt in run.attempts]
 
 
 def _trial(run: LoadedRun, attempt: Attempt, baseline: dict[str, Any]) -> Trial:
-    row, knobs = attempt.row, attempt.knobs.to_dict()
+    row, knobs = attempt.row, run.study.told(attempt.knobs)
     is_ok = attempt.outcome is Outcome.OK
     predicted_s = row.get("predicted_step_time_s")
     tokens = attempt.knobs.micro_batch_size * attempt.knobs.grad_accum_steps * (run.job.seq_len or 0)
@@ -112,8 +112,9 @@ def _mfu(run: LoadedRun, rate: float | None) -> float | None:
 
 def comparable(told: list[Trial]) -> list[Trial]:
     """Those that ran on as many ranks as the baseline did: `confirm` and `scale` measure on others."""
-    ranks = next((one.world_size for one in told if one.stage == "baseline"), None)
-    return [one for one in told if ranks is None or one.world_size == ranks]
+    most = max((one.world_size or 0 for one in told), default=0)  # of a job that was scaled and not tuned
+    ranks = next((one.world_size for one in told if one.stage == "baseline"), most)
+    return [one for one in told if one.world_size == ranks]
 
 
 def pareto_front(told: list[Trial]) -> list[int]:

@@ -18,7 +18,7 @@ from autotune.report.page import words
 from autotune.report.page.figures import make_figures
 from autotune.report.page.figures.found import stage_words
 from autotune.report.page.figures.style import PARTS
-from autotune.report.text import percent
+from autotune.report.text import json_safe, percent
 
 MOST_FAILURES = 50
 """Causes that the page lists; summary.json has all of them."""
@@ -50,7 +50,7 @@ def make_page(summary: Summary, shown_folder: str) -> str:
         "mfu_label": words.mfu_name(summary),
         "hours_unit": words.hours_unit(summary),
         "rating_caveat": RATING_CAVEAT,
-        "folder": shown_folder,
+        "folder": shlex.quote(shown_folder),
         "parts": PARTS,
         "ranks_to_scale": words.ranks_to_scale(summary.environment.world_size),
         "stages": stage_words(summary.progress),
@@ -61,7 +61,7 @@ def make_page(summary: Summary, shown_folder: str) -> str:
         "style": Markup(_text("style.css")),
         "script": Markup(_text("page.js")),
         "plotly": Markup(get_plotlyjs()),
-        "figures_json": htmlsafe_json_dumps(figures),
+        "figures_json": htmlsafe_json_dumps(json_safe(figures)),
         "measure_json": htmlsafe_json_dumps(f"autotune measure {shlex.quote(f'{shown_folder}/job.yaml')}"),
     }
     return environment.get_template("page.html").render(content)
