@@ -105,16 +105,27 @@ def waterfall(
     Returns:
         None where baseline and winner have not both been measured.
     """
-    kept = [row for row in rows if _belongs(row, baseline, winner)]
+    kept = [row for row in rows if _is_of_a_waterfall(row)]
+    if baseline is not None and winner is not None:
+        ours, theirs = _spelt(baseline), _spelt(winner)
+        kept = [row for row in kept if _belongs(row, ours, theirs)]
+        if not any(_spelt(row["knobs"]) == theirs for row in kept):
+            return None  # another waterfall, to a winner that this one has overtaken
     return _Reading(kept).waterfall() if kept else None
 
 
-def _belongs(row: dict[str, Any], baseline: Mapping[str, Any] | None, winner: Mapping[str, Any] | None) -> bool:
-    if row["stage"] != WATERFALL or row.get("changes") is None or Outcome(row["outcome"]) in NOT_OF_THE_CONFIG:
-        return False
-    if baseline is None or winner is None:
-        return True
-    ours, theirs, of_row = flat(baseline), flat(winner), flat(Knobs.from_dict(row["knobs"]).to_dict())
+def _spelt(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """In one spelling: best.yaml and the history have null for what a trainer of one's own decides."""
+    return flat(Knobs.from_dict(dict(knobs)).to_dict())
+
+
+def _is_of_a_waterfall(row: dict[str, Any]) -> bool:
+    told = row["stage"] == WATERFALL and row.get("changes") is not None
+    return told and Outcome(row["outcome"]) not in NOT_OF_THE_CONFIG
+
+
+def _belongs(row: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    of_row = _spelt(row["knobs"])
     if not row["changes"]:
         return of_row == ours
     changed = [knob for change in row["changes"] for knob in change.split(JOINED)]

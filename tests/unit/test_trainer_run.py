@@ -23,6 +23,7 @@ from autotune.run import Run, RunResult
 from autotune.simulate.cluster import parse_cluster
 from autotune.simulate.runner import make_world
 from autotune.trainer.counted import CONVENTION
+from autotune.waterfall.measuring import measure_waterfall
 from tests.modelled import ModelledRunner, Silent
 from tests.unit.test_trainer_job import COMMAND, trainer_job
 from trials.outcome import Outcome
@@ -70,6 +71,16 @@ def test_a_report_of_it_marks_its_best_and_leaves_out_what_the_command_decides(t
     (best,) = (trace for trace in make_figures(told)["speed-and-memory"]["data"] if trace["name"].startswith("best"))
     handed = {name: value for name, value in told.configs[1].settings.items() if value is not None}
     assert len(best["customdata"]) == sum(one.settings == handed for one in told.trials)
+
+
+def test_its_waterfall_is_in_the_report(tmp_path: Path) -> None:
+    """best.yaml has null for what the command decides; the waterfall is one of the same configs all the same."""
+    prepare_folder(tmp_path, job())
+    result, runner = study(tmp_path)
+    measured = measure_waterfall(job(), tmp_path, result.baseline.knobs, result.best.knobs, runner, Silent(), repeats=2)
+    told = summarise(load(tmp_path)).waterfall
+    assert told == measured
+    assert [one.change for one in told.alone] == ["micro_batch_size", "custom.float8"]
 
 
 def test_a_study_of_a_command_ends_with_its_own_knobs(tmp_path: Path) -> None:

@@ -173,6 +173,19 @@ def test_rows_of_another_winner_are_left_out() -> None:
 # --- which knobs are one change --------------------------------------------------------------------------------------
 
 
+def test_a_winner_with_one_change_more_has_no_waterfall_yet() -> None:
+    """All rows of the overtaken winner's belong to the new one's too, which has not been measured."""
+    base = SPACE.baseline
+    earlier = replace(base, activation_checkpointing="none", micro_batch_size=2)
+    later = replace(earlier, bucket_cap_mb=2 * base.bucket_cap_mb, blocks_per_unit=2)
+    found = path(base, earlier, SPACE.completed)
+    rows = make_rows(dict.fromkeys(found.changes, 1.2))
+    for row in rows:
+        row["knobs"] = found.config(row["changes"]).to_dict()
+    assert waterfall(rows, base.to_dict(), earlier.to_dict()) is not None
+    assert waterfall(rows, base.to_dict(), later.to_dict()) is None
+
+
 def winner(**changes: Any) -> Knobs:
     return SPACE.canonical(replace(SPACE.baseline, **changes))
 
