@@ -99,11 +99,9 @@ def mfu_name(summary: Summary) -> str:
 
 
 def hours_unit(summary: Summary) -> str:
-    """What an hour of a rank is: only GPUs have a driver; a CPU's peak is probed."""
-    is_cpu = "cpu probe" in summary.environment.peak_source or all(
-        "cpu" in v for v in summary.environment.torch_versions
-    )
-    return "rank-hours" if is_cpu else "GPU-hours"
+    """What an hour of a rank is, as the cost has it: only GPUs have a driver and NCCL."""
+    told = summary.environment
+    return "GPU-hours" if told.driver_versions or told.nccl_versions else "rank-hours"
 
 
 def sentence(summary: Summary) -> str:
