@@ -14,7 +14,7 @@ import click
 from autotune.best import read_best
 from autotune.confirm.tuned import refuse_other_keys
 from autotune.errors import InfrastructureError, UserError
-from autotune.folder import sole_driver
+from autotune.folder import resume_command, sole_driver
 from autotune.history import History
 from autotune.job import Job
 from autotune.job_file import load_job
@@ -59,7 +59,7 @@ def read_ended(folder: Path, overrides: tuple[str, ...] = ()) -> Ended:
     if not content["complete"]:
         raise UserError(
             f"{folder}: its run has not ended, so there is no winner yet",
-            f"let it end first: autotune run {folder / 'job.yaml'} --resume",
+            f"let it end first: {resume_command(folder, study.simulated)}",
         )
     refuse_other_keys(overrides)
     return Ended(folder.absolute(), content, study, load_job(str(folder / "job.yaml"), overrides))

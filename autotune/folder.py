@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,16 @@ def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
         raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
 
 
+def resume_command(out: Path, simulated: str = "") -> str:
+    """What goes on with the run in `out`.
+
+    Args:
+        simulated: its modelled cluster; empty for a real one.
+    """
+    again = f"autotune run {shlex.quote(str(out / 'job.yaml'))} --resume"
+    return f'{again} --simulate "{simulated}"' if simulated else again
+
+
 def _check_same_cluster(out: Path, job_path: Path, simulated: str) -> None:
     """What is simulated and what is measured never stand in one history."""
     path = out / "study.yaml"
@@ -121,7 +132,7 @@ def _check_same_cluster(out: Path, job_path: Path, simulated: str) -> None:
         return  # whoever reads it whole says what is wrong with it
     then = content.get("simulated") or "" if isinstance(content, dict) else simulated
     if then != simulated:
-        again = f'autotune run {job_path} --resume --simulate "{then}"' if then else f"autotune run {job_path} --resume"
+        again = resume_command(out, then)
         raise UserError(
             f"{out} holds a run {_on(then)}, which cannot be resumed {_on(simulated)}",
             f"resume it as it was ({again}), or start anew without --resume",

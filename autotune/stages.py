@@ -21,6 +21,8 @@ SCALE = "scale"
 OF_A_RUN = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, ROUND, ENDURANCE, BY_HAND})
 """What a run that is resumed goes on with; the other stages come after its end, some of them on other ranks."""
 STAGES = OF_A_RUN | {CONFIRM, WATERFALL, SCALE}
+OF_NO_RUN = frozenset({BY_HAND, SCALE})
+"""Of trials that a job has without being tuned, in a folder of their own."""
 PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND, SCALE})
 """Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
 stay free of it."""

@@ -24,6 +24,7 @@ def watch(run_folder: Path, wait: bool) -> None:
     from rich.console import Console
 
     from autotune.best import read_best
+    from autotune.folder import resume_command
     from autotune.report.screen import make_screen
     from autotune.report.tables import print_best
     from autotune.watch import follow
@@ -41,5 +42,16 @@ def watch(run_folder: Path, wait: bool) -> None:
     except UserError:
         click.echo(f"{run_folder}: it ended without a result", err=True)
     if not ended_well:
-        click.echo(f"ended before its end; to go on: autotune run {run_folder}/job.yaml --resume", err=True)
+        again = resume_command(run_folder, _simulated(run))
+        click.echo(f"ended before its end; to go on: {again}", err=True)
         sys.exit(EXIT_ENDED_EARLY)
+
+
+def _simulated(run: Path) -> str:
+    """The modelled cluster of a run; empty for a real one, or one that had no survey yet."""
+    from autotune.loaded import read_study_file
+
+    try:
+        return read_study_file(run).simulated
+    except UserError:
+        return ""

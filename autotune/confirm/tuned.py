@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autotune.best import read_best
 from autotune.errors import UserError
+from autotune.folder import resume_command
 from autotune.job import Job, divisors
 from autotune.job_file import load_job
 from autotune.loaded import read_study_file
@@ -71,7 +72,7 @@ def read_tuned(run: Path, num_ranks: int | None, overrides: tuple[str, ...], sim
     if not content["complete"]:
         raise UserError(
             f"{run}: its run has not ended, so nothing was chosen that could be confirmed",
-            f"let it end first: autotune run {run / 'job.yaml'} --resume",
+            f"let it end first: {resume_command(run, study.simulated)}",
         )
     _refuse_another_world(run, study.simulated, simulate)
     refuse_other_keys(overrides)

@@ -9,6 +9,7 @@ from typing import Any
 from autotune.best import left_to_the_trainer, read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import Best, Exported, export, exporter
+from autotune.folder import resume_command
 from autotune.report.text import count, rate
 from autotune.trainer.exported import TARGET as COMMAND
 from autotune.trainer.exported import export_command
@@ -58,9 +59,10 @@ def _winner(run: Path, incomplete: bool) -> dict[str, Any]:
         )
     content = read_best(run)
     if not content["complete"] and not incomplete:
+        again = resume_command(run, content["fingerprint"].get("simulated_cluster") or "")
         raise UserError(
             f"{run}: this run has not ended: its best config so far was compared with nothing",
-            f"`autotune run {run}/job.yaml --resume` goes on with it; or give {INCOMPLETE} to export it all the same",
+            f"`{again}` goes on with it; or give {INCOMPLETE} to export it all the same",
         )
     return content
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import printable
+from autotune.folder import resume_command
 from autotune.report.text import count, differences, finding_line, gib, mfu_label, percent, rate
-from autotune.stages import SCALE
+from autotune.stages import OF_NO_RUN
 from trials.breakdown import FRACTIONS
 
 MAX_LINES, WIDTH = 12, 99
@@ -27,9 +28,8 @@ def brief_lines(run: Path, best: Mapping[str, Any] | None, rows: Sequence[Mappin
     Returns:
         At most 12 lines of at most 99 printable characters.
     """
-    if best is None and rows and all(row["stage"] == SCALE for row in rows):
-        scaled = f"{run}: a job's baseline was scaled here, and nothing was tuned; {count(len(rows), 'attempt')}"
-        return [_plain(line) for line in (scaled, f"next: `autotune report {run}` has the efficiencies")]
+    if best is None and rows and all(row["stage"] in OF_NO_RUN for row in rows):
+        return [_plain(f"{run}: nothing was tuned here, but {count(len(rows), 'attempt')} made by measure or scale")]
     if best is None:
         last = rows[-1] if rows else None
         lines = [f"{run}: no config has run to its end; {count(len(rows), 'attempt')}"]
@@ -87,7 +87,8 @@ def _shares(figures: Mapping[str, Any]) -> str:
 
 def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
     if not best["complete"]:
-        return f"it has not ended; `autotune watch {run}` if it runs, `autotune run {run}/job.yaml --resume` if not"
+        again = resume_command(run, best["fingerprint"].get("simulated_cluster") or "")
+        return f"it has not ended; `autotune watch {run}` if it runs, `{again}` if not"
     if is_kept:
         return f"keep your baseline; `autotune show {run}` has all that was tried"
     return f"`autotune export {run} --to plain`, then `autotune confirm {run} -- COMMAND` on the real ranks"

@@ -22,7 +22,7 @@ from autotune.history import SCHEMA, History
 from autotune.loaded import LoadedRun, load
 from autotune.report.brief import brief_lines
 from autotune.report.facts import SUMMARY_VERSION, Summary, summarise
-from autotune.report.facts.headline import SCALED_ALONE
+from autotune.report.facts.headline import NOTHING_TUNED
 from autotune.report.facts.knobs import MOST_RECKONED
 from autotune.report.facts.trials import comparable
 from tests.unit.test_simulated_run import autotune
@@ -184,7 +184,7 @@ def test_a_run_that_has_not_ended_says_so(copy: Path) -> None:
     path.write_text(yaml.safe_dump(content))
     stopped = summarise(load(copy)).headline
     assert (stopped.complete, stopped.is_going, stopped.kind) == (False, False, "unfinished")
-    assert any("--resume" in note for note in stopped.notes)
+    assert any('job.yaml --resume --simulate "nodes=8 gpus=8' in note for note in stopped.notes)
     with sole_driver(copy):
         going = summarise(load(copy)).headline
     assert going.is_going
@@ -244,7 +244,7 @@ def test_a_job_that_was_scaled_alone_is_no_run_to_go_on_with(copy: Path) -> None
         of_scale = {"stage": "scale", "role": "baseline", "round": number // 2, "world_size": size, "knobs": knobs}
         history.append(first | of_scale | {"trial": number, "hosts": ["host"] * size})
     told = summarise(load(copy))
-    assert (told.headline.kind, told.headline.sentence) == ("none", SCALED_ALONE)
+    assert (told.headline.kind, told.headline.sentence) == ("none", NOTHING_TUNED)
     assert not any("--resume" in note for note in told.headline.notes)
     assert told.scaling is not None
     assert [point.world_size for point in told.scaling.points if not point.is_predicted] == [16, 64]

@@ -67,7 +67,7 @@ def test_a_driver_that_went_without_a_result_is_told_from_one_that_ended(simulat
     done = CliRunner().invoke(cli, ["watch", str(run)])
     assert done.exit_code == 4
     assert "ended without a result" in done.output
-    assert "--resume" in done.output
+    assert "--resume --simulate \"nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3'\"" in done.output
 
 
 def test_settings_are_those_that_the_driver_shows_of_a_trainer_of_ones_own(

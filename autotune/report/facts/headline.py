@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autotune.folder import resume_command
 from autotune.loaded import LoadedRun
 from autotune.report.text import SIMULATED, count, loader_advice
-from autotune.stages import SCALE
+from autotune.stages import OF_NO_RUN
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
 NOTHING_FITTED = "No config has been measured and fitted, so there is no result."
 
-SCALED_ALONE = "A job's baseline was scaled here, and nothing was tuned."
+NOTHING_TUNED = "Nothing was tuned here: these are trials of `autotune measure` or `autotune scale`."
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def headline(run: LoadedRun) -> Headline:
         simulated=bool(run.study.simulated),
         simulated_cluster=run.study.simulated or None,
         kind=kind,
-        sentence=best["verdict"] if best else SCALED_ALONE if _is_scaled_alone(run) else NOTHING_FITTED,
+        sentence=best["verdict"] if best else NOTHING_TUNED if _is_no_run(run) else NOTHING_FITTED,
         gain=_gain(best),
         notes=_notes(run),
         num_configs_tried=len(tried),
@@ -68,9 +68,9 @@ def headline(run: LoadedRun) -> Headline:
     )
 
 
-def _is_scaled_alone(run: LoadedRun) -> bool:
-    """The folder of `autotune scale JOB`, which has no run to go on with."""
-    return run.best is None and all(attempt.stage == SCALE for attempt in run.attempts)
+def _is_no_run(run: LoadedRun) -> bool:
+    """There is nothing to go on with."""
+    return run.best is None and all(attempt.stage in OF_NO_RUN for attempt in run.attempts)
 
 
 def _kind(best: dict[str, Any] | None) -> Literal["win", "keep", "unfinished", "none"]:
@@ -92,8 +92,8 @@ def _notes(run: LoadedRun) -> list[str]:
     said = []
     if run.study.simulated:
         said.append(f"{SIMULATED.upper()}: nothing here was measured; a model stood in for {run.study.simulated}")
-    if not run.is_complete and not _is_scaled_alone(run):
-        again = f"`autotune run {shlex.quote(str(run.folder / 'job.yaml'))} --resume` goes on with it"
+    if not run.is_complete and not _is_no_run(run):
+        again = f"`{resume_command(run.folder, run.study.simulated)}` goes on with it"
         state = "The run is still going" if run.is_going else f"The run has not ended; {again}"
         said.append(f"{state}: all that is said here is of what it had measured by now")
     confirmed = run.best["confirmed"] if run.best else None
