@@ -162,7 +162,7 @@ def _why_no_saving(best: Mapping[str, Any]) -> str:
     if gain is None:
         return str(best["verdict"])
     confirmed = best.get("confirmed")
-    if confirmed and confirmed["held"] != "best":
+    if confirmed and confirmed["held"] != "best" and not confirmed.get("measuring_failed"):
         return f"on {confirmed['world_size']} ranks the {confirmed['held']} held, and not the best: {confirmed['why']}"
     if gain["low"] <= 1:
         low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
