@@ -76,6 +76,7 @@ class Comparison:
 
     names: tuple[str, str]
     complete: tuple[bool, bool]
+    simulated: tuple[bool, bool]
     verdicts: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
     """Of the best configs: all of them."""
@@ -99,8 +100,11 @@ class Comparison:
             lines.append("MFU is counted by another convention or peak: compare tokens/s")
         if "world_size" in self.environment:
             lines.append("another number of ranks: throughput is per rank")
-        if "simulated" in self.environment:
-            lines.append("one of the two is SIMULATED")
+        lines += [
+            f"{name} is SIMULATED: nothing of it was measured"
+            for name, simulated in dict(zip(self.names, self.simulated, strict=True)).items()
+            if simulated
+        ]
         lines += [
             f"{name} has not ended: its best is the best so far"
             for name, ended in zip(self.names, self.complete, strict=True)
@@ -126,6 +130,7 @@ def compare_runs(a: Side, b: Side) -> Comparison:
     return Comparison(
         names=(a.name, b.name),
         complete=(first["complete"], second["complete"]),
+        simulated=(bool(first["fingerprint"].get("simulated")), bool(second["fingerprint"].get("simulated"))),
         verdicts=(first["verdict"], second["verdict"]),
         settings={
             name: (first["settings"].get(name), second["settings"].get(name))

@@ -45,6 +45,15 @@ def test_a_kept_baseline_and_an_unfinished_run_say_so(simulated_run: Path) -> No
     assert any("--resume" in line for line in unfinished)
 
 
+def test_what_was_confirmed_is_said_instead_of_asked_for(simulated_run: Path) -> None:
+    best = read_best(simulated_run) | {"confirmed": {"held": "fallback", "world_size": 512}}
+    lines = brief_lines(Path("runs/x"), best, [])
+    check_form(lines)
+    assert (
+        lines[-1] == "next: on 512 ranks the fallback held; `autotune export runs/x --to plain --confirmed` writes it"
+    )
+
+
 def test_a_run_without_a_result_names_its_last_attempt(simulated_run: Path) -> None:
     rows, _ = History(simulated_run / "history").rows()
     died = rows[0] | {"outcome": "oom_device", "reason": "out of memory: " + "tried to allocate 9 GiB; " * 40}
