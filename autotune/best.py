@@ -341,7 +341,7 @@ def to_exportable(best: dict[str, Any]) -> Best:
         knobs=Knobs.from_dict(best["settings"]),
         precision=training["precision"],
         world_size=training["target_world_size"],
-        seq_len=training["seq_len"] or 0,
+        seq_len=training["seq_len"],
         evidence=[
             *([f"SIMULATED, not measured: {fingerprint.get('simulated_cluster')}"] if simulated else []),
             *([] if best["complete"] else ["The run had not ended: this is the best config so far, not a verdict."]),

@@ -58,7 +58,7 @@ def measure(
     listener.message(survey.describe())
     forecast = Forecast({BY_HAND: Stage(repeat, repeat, 1.0)}, is_rough=True)
     measurer = Measurer(survey.study, out, runner, listener, forecast, keep_traces=keep_traces)
-    listener.baseline_known(survey.space.baseline, 1)
+    listener.baseline_known(survey.space.baseline)
     attempts: list[Attempt] = []
     for number in range(repeat):
         attempt = measurer.measure(survey.space.baseline, BY_HAND, number)

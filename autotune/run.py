@@ -142,7 +142,8 @@ class Run:
 
     def _measure_baseline(self) -> Attempt:
         knobs = self.space.baseline
-        self.listener.baseline_known(knobs, self.space.num_configs)
+        self.listener.baseline_known(knobs)
+        self.listener.message(f"  space: {self.space.num_configs:,} distinct configs")
         attempt = self._trial(knobs, "baseline")
         if attempt.outcome in OUT_OF_MEMORY:
             careful = self._careful()

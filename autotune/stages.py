@@ -8,6 +8,8 @@ from trials.record import Knobs
 BASELINE, FINALIST, ROUND = "baseline", "finalist", "round"
 SIDE_BY_SIDE = "explore"
 """The stage whose trials share the cluster; what is compared (baseline, finalists, rounds) runs alone, on one slot."""
+SEARCHED = frozenset({BASELINE, SIDE_BY_SIDE})
+"""Stages with a best so far; after them it is the rounds that decide."""
 ENDURANCE = "endurance"
 """The stage of the winner's longer run."""
 BY_HAND = "measure"

@@ -19,7 +19,7 @@ from autotune.job_file import load_job
 from autotune.loaded import read_study_file, study_of
 from autotune.measuring import Listener
 from autotune.rows import Attempt, Limits, attempt_from_row
-from autotune.stages import BASELINE, SIDE_BY_SIDE
+from autotune.stages import BASELINE, SEARCHED
 from trials.record import TrialSpec
 
 POLL_S = 1.0
@@ -71,7 +71,7 @@ class Follower:
             return
         if attempt.stage == BASELINE:
             self._viewer.baseline = attempt.knobs.to_dict()  # as the driver shows them: with those a trainer leaves out
-        if attempt.stage in (BASELINE, SIDE_BY_SIDE) and attempt.is_feasible:
+        if attempt.stage in SEARCHED and attempt.is_feasible:
             self._best = max(self._best or attempt, attempt, key=lambda one: one.tokens_per_s_per_rank or 0.0)
         self._viewer.trial_ended(attempt, self._best)
 

@@ -99,7 +99,7 @@ def confirm(
         f"  {survey.device_name}, {count(tuned.world_size, 'rank')}; tuned on {count(tuned.tuned_world_size, 'rank')}; "
         f"global batch {count(tuned.job.global_batch_size, 'sequence')}, as tuned"
     )
-    listener.baseline_known(contenders[BASELINE], len(contenders))
+    listener.baseline_known(contenders[BASELINE])
     found.hardware = {"device_name": survey.device_name, "world_size": study.world_size, "limits": asdict(study.limits)}
 
     def noted(decision: Decision) -> None:

@@ -50,7 +50,7 @@ def _settings(best: Best) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "micro_batch_size": knobs.micro_batch_size,
         "gradient_accumulation_steps": knobs.grad_accum_steps,
-        "sequence_len": best.seq_len,
+        **({"sequence_len": best.seq_len} if best.seq_len else {}),
         "bf16": best.precision == "bf16",
         "tf32": False,
         "optimizer": "adamw_torch_fused" if knobs.fused_optimizer else "adamw_torch",

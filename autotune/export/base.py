@@ -21,8 +21,8 @@ class Best:
     """`bf16` (bf16 compute and gathers, fp32 master weights) or `fp32`."""
     world_size: int
     """Ranks of the real run."""
-    seq_len: int
-    """Tokens per sequence."""
+    seq_len: int | None
+    """Tokens per sequence; None: known to the user's own trainer only."""
     evidence: list[str]
     """Lines for the header: what was measured, where and when."""
 

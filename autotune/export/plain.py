@@ -55,7 +55,7 @@ def _yaml(best: Best) -> str:
         "precision": best.precision,
         "reduce_dtype": best.reduce_dtype,
         "world_size": best.world_size,
-        "seq_len": best.seq_len,
+        **({"seq_len": best.seq_len} if best.seq_len else {}),
     }
     values = best.knobs.to_dict()
     knobs = "".join(

@@ -107,7 +107,7 @@ def _settings(best: Best) -> list[Setting]:
         "training.local_batch_size": knobs.micro_batch_size,
         # Accumulation follows: torchtitan divides it by the line above and the ranks.
         "training.global_batch_size": best.global_batch_size,
-        "training.seq_len": best.seq_len,
+        **({"training.seq_len": best.seq_len} if best.seq_len else {}),
         "training.dtype": "float32",
         "training.mixed_precision_param": DTYPE[best.precision],
         "training.mixed_precision_reduce": "float32",

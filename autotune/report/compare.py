@@ -20,7 +20,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     """A beside B, and a line on each throughput."""
     table = Table(title="Best configs", title_justify="left", title_style="bold")
     for name in ("", "A", "B"):
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
+        table.add_column(name, justify="right" if name else "left", overflow="fold", no_wrap=not name)
     table.add_row("run", *(Text(printable(name)) for name in found.names))
     best, baseline = found.ratios
     table.add_row("tokens/s per rank", *map(rate, best.rates))

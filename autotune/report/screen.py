@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.errors import printable
-from autotune.report.text import differences, duration, gib, mfu_label, percent, rate
+from autotune.report.text import count, differences, duration, gib, mfu_label, percent, rate
 from autotune.rows import Attempt
+from autotune.stages import SCALE, SEARCHED
 from trials.outcome import Outcome
 from trials.record import Knobs, TrialSpec
 
@@ -30,7 +31,7 @@ class Screen(Protocol):
 
     def message(self, text: str) -> None: ...
 
-    def baseline_known(self, knobs: Knobs, num_configs: int) -> None: ...
+    def baseline_known(self, knobs: Knobs) -> None: ...
 
     def trial_started(self, spec: TrialSpec, remaining_s: float | None) -> None: ...
 
@@ -49,9 +50,8 @@ class _Base:
     def message(self, text: str) -> None:
         self.console.print(escape(printable(text)), highlight=False, soft_wrap=True)
 
-    def baseline_known(self, knobs: Knobs, num_configs: int) -> None:
+    def baseline_known(self, knobs: Knobs) -> None:
         self.baseline = knobs.to_dict()
-        self.message(f"  space: {num_configs:,} distinct configs")
 
     def settings(self, knobs: Knobs, stage: str) -> str:
         if stage == "baseline" and knobs.custom is not None:
@@ -81,15 +81,16 @@ class LineScreen(_Base):
         self._remaining_s = remaining_s
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
-        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
+        cells = _cells(attempt, best, _point(attempt) + self.settings(attempt.knobs, attempt.stage))
         notes = [attempt.reason.splitlines()[0][:80]] if attempt.reason else []
         if self._remaining_s is not None:
             notes.append(f"{duration(self._remaining_s)} left")
         end = f"  [{'; '.join(notes)}]" if notes else ""
+        best_so_far = f"best {cells['best']:>7}  " if attempt.stage in SEARCHED else ""
         self.message(
             f"{cells['trial']:>4}  {cells['stage']:<9}  {cells['outcome']:<13} {cells['rate']:>8} tokens/s  "
-            f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8} memory  best {cells['best']:>7}  "
-            f"{cells['settings']}{end}"
+            f"{cells['mfu_label']} {cells['mfu']:>6}  {cells['memory']:>8} memory  "
+            f"{best_so_far}{cells['settings']}{end}"
         )
 
 
@@ -119,7 +120,7 @@ class LiveScreen(_Base):
 
     def trial_ended(self, attempt: Attempt, best: Attempt | None) -> None:
         self._now = {trial: now for trial, now in self._now.items() if trial != attempt.trial}
-        cells = _cells(attempt, best, self.settings(attempt.knobs, attempt.stage))
+        cells = _cells(attempt, best, _point(attempt) + self.settings(attempt.knobs, attempt.stage))
         self._label = cells["mfu_label"]
         self._rows.append(cells)
 
@@ -147,9 +148,17 @@ class LiveScreen(_Base):
         elapsed_s = time.monotonic() - since
         what = "the survey of model and machine"
         if spec.knobs is not None:
-            what = f"trial {spec.trial} ({spec.stage}): {self.settings(spec.knobs, spec.stage)}"
+            ranks = f" on {count(spec.world_size, 'rank')}" if spec.stage == SCALE else ""
+            what = f"trial {spec.trial} ({spec.stage}{ranks}): {self.settings(spec.knobs, spec.stage)}"
         left = "" if remaining_s is None else f"; about {duration(max(0.0, remaining_s - elapsed_s))} left"
         return Text(f"running {what}, {elapsed_s:.0f} s{left}", style="dim")
+
+
+def _point(attempt: Attempt) -> str:
+    """Of a scaling: whose and where."""
+    if attempt.stage != SCALE:
+        return ""
+    return f"{attempt.row.get('role')} on {count(attempt.row['world_size'], 'rank')}: "
 
 
 def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, str]:
@@ -165,7 +174,7 @@ def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, s
         "mfu_label": mfu_label(attempt.row.get("peak_source")),
         "memory": gib(attempt.memory_gib),
         # After the search it is the rounds that decide, and a single trial's record says little.
-        "best": rate(best.tokens_per_s_per_rank if best and attempt.stage in ("baseline", "explore") else None),
+        "best": rate(best.tokens_per_s_per_rank if best and attempt.stage in SEARCHED else None),
         "settings": settings,
         "is_best": "yes" if best is not None and best.trial == attempt.trial else "",
     }

@@ -16,7 +16,7 @@ from autotune.preflight.closed_form import closed_form
 from autotune.report.text import SIMULATED, count, duration
 from autotune.scaling.points import STRONG
 from autotune.scaling.sizes import Opener
-from autotune.scaling.subject import CURVES, Target, refuse_what_never_divides, spelt, target
+from autotune.scaling.subject import BASELINE, CURVES, Target, refuse_what_never_divides, spelt, target
 from autotune.stages import SCALE
 from autotune.survey import Survey, survey_from_content
 from trials.outcome import Outcome
@@ -104,7 +104,7 @@ class Scale:
                 self.listener,
                 forecast,
                 beside=lambda knobs: {"role": roles[knobs]},
-                reference=contenders.get("baseline"),
+                reference=contenders.get(BASELINE),
             )
             measurer.recall({SCALE})
             self._measurers[key] = measurer, roles
@@ -116,7 +116,9 @@ class Scale:
     def _measure(self, one: Target, runner: Any, number: int, forecast: Forecast) -> None:
         measurer, roles = self._measurer(one, runner, forecast)
         # The baseline first in the first round: the others must reproduce its losses.
-        for knobs in list(roles)[:: -1 if number % 2 == 0 else 1]:
+        ordered = sorted(roles, key=lambda knobs: roles[knobs] != BASELINE)
+        self.listener.baseline_known(ordered[0])
+        for knobs in ordered[:: 1 if number % 2 == 0 else -1]:
             if (one.world_size, knobs) in self._failed:
                 continue
             attempt = measurer.measure(knobs, SCALE, number)
@@ -143,8 +145,6 @@ class Scale:
         self.listener.message(
             f"scaling on {ranks} ranks: {count(self.repeats, 'repeat')}, {num_trials} trials{took}{clock}"
         )
-        first = next(knobs for one in self.targets for knobs in one.contenders.values())
-        self.listener.baseline_known(first, num_trials)
         return Forecast({SCALE: Stage(num_trials, num_trials, statistics.fmean(known) if known else 1.0)}, not known)
 
     def _trial_s(self, one: Target, role: str, runner: Any) -> float | None:

@@ -35,6 +35,10 @@ def print_scaling(console: Console, found: Scaling, peak_source: str) -> None:
         console.print(Text("In brackets: what each number of ranks that was measured leads to."), soft_wrap=True)
     if found.prediction_problem:
         console.print(Text(f"Nothing is predicted: {printable(found.prediction_problem)}"), soft_wrap=True)
+    if found.ranking:
+        console.print(
+            Text(f"Ranked on {count(found.ranked_world_size, 'rank')} ({found.ranked_mode} scaling):"), soft_wrap=True
+        )
     for ranked in found.ranking:
         ratio = (
             ""
@@ -42,22 +46,18 @@ def print_scaling(console: Console, found: Scaling, peak_source: str) -> None:
             else f": {percent(ranked.ratio_to_first.value)} {_interval(ranked.ratio_to_first)} of the first"
         )
         console.print(Text(printable(f"  {ranked.place}. {ranked.role}{ratio}")), soft_wrap=True)
-    if found.ranking:
-        console.print(
-            Text(f"Ranked on {count(found.ranked_world_size, 'rank')} ({found.ranked_mode} scaling)"), soft_wrap=True
-        )
 
 
 def _table(title: str, points: list[Point]) -> Table:
     table = bare_table(title)
     for name in ("config", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("ranks", "s/step", "tokens/s", "MFU", "comm", "efficiency", "", "runs"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("ranks", "s/step", "tokens/s", "MFU", "comm", "efficiency", "runs"):
+        table.add_column(name, justify="left" if name == "efficiency" else "right", no_wrap=True)
     for point in points:
         head = (printable(point.role), point.mode, f"{point.world_size:,}")
         if point.tokens_per_s_per_rank is None or point.step_time_s is None:
-            table.add_row(*head, *["-"] * 5, "", "0", style="yellow")
+            table.add_row(*head, *["-"] * 5, "0", style="yellow")
             continue
         table.add_row(
             *head,
@@ -65,8 +65,7 @@ def _table(title: str, points: list[Point]) -> Table:
             f"{point.tokens_per_s_per_rank.value:,.0f}",
             percent(point.mfu.value if point.mfu else None),
             percent(point.exposed_comm_share),
-            percent(point.efficiency.value if point.efficiency else None),
-            _interval(point.efficiency),
+            f"{percent(point.efficiency.value if point.efficiency else None)} {_interval(point.efficiency)}".rstrip(),
             str(point.num_runs) if not point.is_predicted else "-",
         )
     return table

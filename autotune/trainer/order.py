@@ -71,8 +71,7 @@ def rendered(job: Job, exporter: str, knobs: Knobs, world_size: int) -> dict[str
     Raises:
         UserError: a knob that is searched, and that the file cannot carry.
     """
-    seq_len = job.seq_len or 0
-    exported = export(exporter, Best(knobs, job.training.precision, world_size, seq_len, ["A trial's settings."]))
+    exported = export(exporter, Best(knobs, job.training.precision, world_size, job.seq_len, ["A trial's settings."]))
     assert job.trainer is not None
     by_name = job.trainer.handed_by_name()
     wrong = [name for name in exported.lost if name in job.handed and name not in by_name]

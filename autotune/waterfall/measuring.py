@@ -66,7 +66,7 @@ def measure_waterfall(
         + (f", about {duration(most * trial_s)}" if trial_s else "")
         + (f" {SIMULATED}" if survey.study.simulated else "")
     )
-    listener.baseline_known(baseline, most)
+    listener.baseline_known(baseline)
     _Walk(found, measurer, repeats).go()
     made = waterfall(history_rows(folder), baseline.to_dict(), winner.to_dict())
     assert made is not None, "baseline and winner ran"

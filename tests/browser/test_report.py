@@ -18,7 +18,12 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 def open_page(browser: Chrome, page: Path, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> None:
     """Opens the page from disk, and goes through it so that all of it is drawn."""
     width, height = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+    metrics = {
+        "width": width,
+        "height": height,
+        "deviceScaleFactor": 1,
+        "mobile": size != DESKTOP,
+    }  # a phone and paper have no scroll bars
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -136,13 +141,20 @@ def test_tabs_show_one_trainer_at_a_time(browser: Chrome, simulated_page: Path) 
     assert [panel.is_displayed() for panel in panels] == [number == 3 for number in range(7)]
 
 
+PAPER = (688, 986)
+"""CSS pixels of an A4 page between its margins."""
+
+
 def test_it_prints_light_and_whole(browser: Chrome, simulated_page: Path) -> None:
-    open_page(browser, simulated_page, scheme="dark")
+    open_page(browser, simulated_page, PAPER, scheme="dark")
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
     assert colour(browser, "body", "background-color") == (255, 255, 255)
     for place in browser.find_elements(By.CLASS_NAME, "figure"):
-        assert place.find_element(By.CSS_SELECTOR, ".main-svg").size["width"] <= 680
+        drawn, room = place.find_element(By.CSS_SELECTOR, ".main-svg").size["width"], place.size["width"]
+        assert drawn <= room, f"{place.get_attribute('id')} is wider than its place: all of the print is shrunk"
+        assert drawn > 0.9 * room
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= PAPER[0]
     assert sum(colour(browser, ".xtick text", "fill")) < 100
     assert not any(button.is_displayed() for button in browser.find_elements(By.CLASS_NAME, "copy"))
     browser.execute_script("dispatchEvent(new Event('afterprint'))")

@@ -227,6 +227,16 @@ def test_golden_files(to: str, engine: str, best: Best) -> None:
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.*")} == files
 
 
+@pytest.mark.parametrize("to", EXPORTERS)
+def test_a_length_that_only_the_users_trainer_knows_is_no_setting(to: str, best: Best) -> None:
+    with_it, without = (export(to, one).files for one in (best, replace(best, seq_len=None)))
+    assert with_it.keys() == without.keys()
+    for name, text in without.items():
+        new = set(text.splitlines()) - set(with_it[name].splitlines())
+        assert all("sequences per optimizer step" in line for line in new), "the header, which gave the tokens of it"
+        assert "2048" not in text
+
+
 def test_an_unknown_trainer_is_answered_with_the_nearest(best: Best) -> None:
     with pytest.raises(UserError, match=r"'acelerate': no such trainer\n.*did you mean accelerate\?"):
         export("acelerate", best)

@@ -113,6 +113,10 @@ def test_the_best_so_far_only_grows_and_hours_are_those_of_all_attempts(run: Loa
     assert bests[-1] == max(one.tokens_per_s_per_rank or 0.0 for one in explored)
     hours = sum((row["ended_at"] - row["started_at"]).total_seconds() * row["world_size"] for row in run.rows) / 3600
     assert summary.progress[-1].rank_hours == pytest.approx(hours)
+    ranks = {row["trial"]: row["world_size"] for row in run.rows}
+    elsewhere = [one for one in summary.progress if ranks[one.trial] != ranks[0]]
+    assert elsewhere, "its scaling was on other ranks too"
+    assert all(one.tokens_per_s_per_rank is None and one.mfu is None for one in elsewhere), "they do not compare"
 
 
 def test_shares_sum_to_one(summary: Summary) -> None:

@@ -71,11 +71,23 @@ def test_plotly_itself_finds_nothing_wrong_with_any_figure(summary: Summary) -> 
         "best-over-trials",
         "step-parts",
         "rank-times",
+        "drift",
         "scaling",
         "slice-0",
     } <= figures.keys()
     for content in figures.values():
         Figure(content)
+
+
+def test_both_ways_to_take_a_gain_apart_lead_from_the_baseline_to_the_best(summary: Summary) -> None:  # noqa: F811
+    figures = make_figures(summary)
+    for name in ("waterfall", "alone"):
+        (bars,) = figures[name]["data"]
+        assert bars["measure"][0] == "absolute"
+        assert bars["measure"][-1] == "total"
+        assert set(bars["measure"][1:-1]) == {"relative"}
+        assert sum(bars["x"][:-1]) == pytest.approx(bars["x"][-1])
+    assert "interactions" in figures["alone"]["data"][0]["y"]
 
 
 def test_each_figure_has_its_place_and_each_place_its_figure(page: Page) -> None:

@@ -10,6 +10,8 @@ from autotune.errors import UserError
 from autotune.export import EXPORTERS, export
 from autotune.loaded import LoadedRun
 from autotune.report.text import differences
+from autotune.trainer.exported import TARGET as COMMAND
+from autotune.trainer.exported import export_command
 
 GOOD_MFU, EXCELLENT_MFU = 0.30, 0.50
 """Rules of thumb for large-scale training on GPUs; `RATING_CAVEAT` says what they are worth."""
@@ -102,9 +104,10 @@ def exports(run: LoadedRun) -> list[Export]:
         return []
     best = to_exportable(run.best)
     found = []
-    for name in sorted(EXPORTERS, key=lambda name: name != run.job.export_for):
+    own = [] if run.job.trainer is None else [COMMAND]
+    for name in [*own, *sorted(EXPORTERS, key=lambda name: name != run.job.export_for)]:
         try:
-            made = export(name, best)
+            made = export_command(run.folder, best) if name == COMMAND else export(name, best)
         except UserError as error:
             found.append(Export(name, {}, {}, [], str(error)))
         else:

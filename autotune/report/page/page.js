@@ -82,7 +82,7 @@
   const light = { "--text": "#000000", "--quiet": "#4a4f58", "--line": "#cfd3da", "--grid": "#e4e7ec", "--hover": "#ffffff" };
   addEventListener("beforeprint", () => {
     for (const [name, value] of Object.entries(light)) document.documentElement.style.setProperty(name, value);
-    for (const place of places) draw(place, place.parentElement.matches(".pair, .grid") ? PAPER / 2 - 12 : PAPER);
+    for (const place of places) draw(place, place.closest(".pair, .grid") ? PAPER / 2 - 12 : PAPER);
   });
   addEventListener("afterprint", () => {
     for (const name of Object.keys(light)) document.documentElement.style.removeProperty(name);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -42,6 +43,14 @@ def seconds(number: float | None) -> str:
     if number is None:
         return "-"
     return f"{1000 * number:.3g} ms" if number < 1 else f"{number:.3g} s"
+
+
+def minute(iso: str | None) -> str:
+    """`2026-11-30 08:59 UTC`, or with whatever offset it has; what is no time as it is."""
+    try:
+        return "" if iso is None else f"{datetime.fromisoformat(iso):%Y-%m-%d %H:%M %Z}"
+    except ValueError:
+        return str(iso)
 
 
 def spanned(numbers: list[int], most: int = 12) -> str:
@@ -176,8 +185,8 @@ def environment_rows(summary: Summary) -> list[tuple[str, str]]:
         ("memory limit", limit),
         ("sampler", told.sampler),
         ("search ended", told.search_ended or ""),
-        ("started", told.started_at or ""),
-        ("last attempt ended", told.ended_at or ""),
+        ("started", minute(told.started_at)),
+        ("last attempt ended", minute(told.ended_at)),
         ("study", told.study_id),
         ("report written by", f"fsdp-autotune {told.autotune_version}"),
     ]

@@ -10,11 +10,12 @@ from autotune.report.facts import Summary
 from autotune.report.page.figures.found import best_so_far, speed_and_memory
 from autotune.report.page.figures.knobs import importance, predicted_memory, predicted_step_time, slices
 from autotune.report.page.figures.scaling import efficiency
-from autotune.report.page.figures.steps import rank_times, step_parts, waterfall
+from autotune.report.page.figures.steps import alone, drift, rank_times, step_parts, waterfall
 from autotune.report.page.figures.style import Content
 
 FIGURES: dict[str, Callable[[Summary], Content | None]] = {
     "waterfall": waterfall,
+    "alone": alone,
     "speed-and-memory": speed_and_memory,
     "best-over-trials": lambda summary: best_so_far(summary, over_hours=False),
     "best-over-hours": lambda summary: best_so_far(summary, over_hours=True),
@@ -23,6 +24,7 @@ FIGURES: dict[str, Callable[[Summary], Content | None]] = {
     "predicted-memory": predicted_memory,
     "predicted-step-time": predicted_step_time,
     "rank-times": rank_times,
+    "drift": drift,
     "scaling": efficiency,
 }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from autotune.interleaved import Figure
 from autotune.report.facts import Summary
 from autotune.report.facts.steps import RankTimes
 from autotune.report.page.figures.style import BASELINE, BEST, LOSS, PARTS, Content, axis, figure, safe, trace, wrapped
 from autotune.report.page.words import seconds
 from autotune.report.text import percent
-from autotune.waterfall.steps import Worth
+from autotune.waterfall.steps import Waterfall, Worth
 from trials.breakdown import FRACTIONS
 
 ROW = 46
@@ -18,21 +21,39 @@ PALE = frozenset({"idle", "exposed_copy"})
 ROOM = 1.18
 """Of an axis, so that what stands beside the longest bar is on it."""
 MANY_RANKS = 64
+INTERACTIONS = "what the changes are worth together, less the sum of what they are worth alone"
 NARROW = 26
 """Characters of a label beside a bar."""
 
 
+Bar = tuple[str, str, Worth, str]
+"""Its label, how plotly measures it, what it is worth, and a note."""
+
+
 def waterfall(summary: Summary) -> Content | None:
+    """Change on top of change."""
     made = summary.waterfall
     if made is None:
         return None
     grouped = made.not_measurable
-    bars: list[tuple[str, str, Worth, str]] = [
-        ("baseline", "absolute", made.baseline, ""),
-        *((step.label, "relative", step.worth, step.note) for step in made.steps),
-        *([(f"not measurable: {grouped.label}", "relative", grouped.worth, "")] if grouped else []),
-        ("best", "total", made.winner, ""),
-    ]
+    steps: list[Bar] = [(step.label, "relative", step.worth, step.note) for step in made.steps]
+    if grouped:
+        steps.append((f"not measurable: {grouped.label}", "relative", grouped.worth, ""))
+    return _from_baseline_to_best(made, steps)
+
+
+def alone(summary: Summary) -> Content | None:
+    """Each change by itself, and what they do to each other; of one change there is no more to say."""
+    made = summary.waterfall
+    if made is None or len(made.alone) < 2:
+        return None
+    steps: list[Bar] = [(one.label, "relative", one.worth, "") for one in made.alone if one.worth is not None]
+    return _from_baseline_to_best(made, [*steps, ("interactions", "relative", made.interactions, INTERACTIONS)])
+
+
+def _from_baseline_to_best(made: Waterfall, steps: Sequence[Bar]) -> Content:
+    bars: list[Bar] = [("baseline", "absolute", made.baseline, ""), *steps, ("best", "total", made.winner, "")]
+    heights = list(accumulate(worth.tokens_per_s_per_rank.value for _, _, worth, _ in bars[:-1]))
     labels = [wrapped(label, NARROW) for label, _, _, _ in bars]
     values = [worth.tokens_per_s_per_rank for _, _, worth, _ in bars]
     lines = max(label.count("<br>") + 1 for label in labels)
@@ -62,7 +83,9 @@ def waterfall(summary: Summary) -> Content | None:
         height=70 + max(ROW, 17 * lines + 14) * len(bars),
         xaxis=axis(
             "tokens/s per rank",
-            range=[0, ROOM * max(made.baseline.tokens_per_s_per_rank.value, made.winner.tokens_per_s_per_rank.value)],
+            range=[min(0, ROOM * min(heights)), ROOM * max(heights)],
+            nticks=4,
+            tickangle=0,
         ),
         yaxis={"autorange": "reversed", "automargin": True},
         showlegend=False,
@@ -119,6 +142,7 @@ def step_parts(summary: Summary) -> Content | None:
         traces,
         height=70 + max(ROW, 17 * lines + 14) * len(told),
         barmode="stack",
+        uniformtext={"mode": "hide", "minsize": 10},
         xaxis=axis("share of a profiled step", ticksuffix=" %", range=[0, 100], dtick=25, tickangle=0),
         yaxis={"autorange": "reversed", "automargin": True},
         showlegend=False,  # the page has one, which wraps on a phone
@@ -143,6 +167,34 @@ def rank_times(summary: Summary) -> Content | None:
     )
 
 
+def drift(summary: Summary) -> Content | None:
+    """Step time over the timed blocks, as they came."""
+    told = [one for one in summary.rank_times if len(one.block_times_s) > 1]
+    if not told:
+        return None
+    colours = {"baseline": BASELINE, "best": BEST}
+    traces = [
+        trace(
+            "scatter",
+            x=list(range(1, len(one.block_times_s) + 1)),
+            y=one.block_times_s,
+            mode="lines+markers",
+            name=f"{one.label}, trial {one.trial}",
+            line={"color": colours[one.label], "width": 2},
+            hovertemplate="block %{x}: %{y:.3s}s a step<extra>" + one.label + "</extra>",
+        )
+        for one in told
+    ]
+    few = {"dtick": 1} if max(len(one.block_times_s) for one in told) <= 20 else {}
+    return figure(
+        traces,
+        height=300,
+        xaxis=axis("timed block", **few),
+        yaxis=axis("seconds a step, slowest rank", rangemode="tozero"),
+        hovermode="closest",
+    )
+
+
 def _of_ranks(one: RankTimes, colour: str) -> list[Content]:
     ranks = one.ranks
     shift = 0.08 if one.label == "best" else -0.08
@@ -161,7 +213,7 @@ def _of_ranks(one: RankTimes, colour: str) -> list[Content]:
             "width": 4 if few else 0,
         },
         mode="markers",
-        name=f"{one.label}, mean (and range) of the timed steps",
+        name=f"{one.label}, timed steps",
         marker={"color": colour, "size": 8 if few else 4},
         text=[
             f"<b>{one.label}</b>, rank {rank.rank} on {safe(rank.host)}<br>mean {seconds(rank.mean_step_s)}, "
@@ -178,7 +230,7 @@ def _of_ranks(one: RankTimes, colour: str) -> list[Content]:
         x=[at for at, _ in worked],
         y=[rank.work_s for _, rank in worked],
         mode="markers",
-        name=f"{one.label}, own work in a profiled step",
+        name=f"{one.label}, own work",
         marker={"color": colour, "size": 8 if few else 4, "symbol": "line-ew-open", "line": {"width": 2}},
         text=[f"<b>{one.label}</b>, rank {rank.rank}: {seconds(rank.work_s)} of work" for _, rank in worked],
         hovertemplate="%{text}<extra></extra>",
