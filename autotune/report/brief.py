@@ -86,7 +86,8 @@ def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
         return f"it has not ended; `autotune watch {run}` if it runs, `autotune run {run}/job.yaml --resume` if not"
     if is_kept:
         return f"keep your baseline; `autotune show {run}` has all that was tried"
-    return f"`autotune export {run} --to plain`, then `autotune confirm {run} -- COMMAND` on the real ranks"
+    target = "plain" if best["settings"]["custom"] is None else "command"
+    return f"`autotune export {run} --to {target}`, then `autotune confirm {run} -- COMMAND` on the real ranks"
 
 
 def _wrapped(text: str, at_most: int) -> list[str]:
