@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from autotune.job import MeasureSettings
 from trials.record import Knobs
 
@@ -28,6 +31,13 @@ OF_NO_RUN = frozenset({BY_HAND, SCALE})
 PROFILED_STAGES = frozenset({BASELINE, SIDE_BY_SIDE, FINALIST, BY_HAND, SCALE})
 """Trials whose bottleneck people ask for; of the exploration, those that are the fastest so far. The rounds that decide
 stay free of it."""
+
+
+def baseline_settings(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Knobs of a run's baseline; where nothing but a scaling ran, of the config with that role; empty: neither ran."""
+    own = (row["knobs"] for row in rows if row["stage"] == BASELINE)
+    scaled = (row["knobs"] for row in rows if row["stage"] == SCALE and row["role"] == BASELINE)
+    return next(own, None) or next(scaled, {})
 
 
 def is_composed(measure: MeasureSettings, knobs: Knobs, stage: str) -> bool:

@@ -91,10 +91,11 @@ def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
         return f"it has not ended; `autotune watch {run}` if it runs, `{again}` if not"
     if is_kept:
         return f"keep your baseline; `autotune show {run}` has all that was tried"
+    target = "plain" if best["settings"]["custom"] is None else "command"
     if confirmed := best.get("confirmed"):
         ranks = count(confirmed["world_size"], "rank")
-        return f"on {ranks} the {confirmed['held']} held; `autotune export {run} --to plain --confirmed` writes it"
-    return f"`autotune export {run} --to plain`, then `autotune confirm {run} -- COMMAND` on the real ranks"
+        return f"on {ranks} the {confirmed['held']} held; `autotune export {run} --to {target} --confirmed` writes it"
+    return f"`autotune export {run} --to {target}`, then `autotune confirm {run} -- COMMAND` on the real ranks"
 
 
 def _wrapped(text: str, at_most: int) -> list[str]:

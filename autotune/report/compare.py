@@ -27,7 +27,10 @@ def print_comparison(console: Console, found: Comparison) -> None:
     table.add_row("MFU", *map(percent, best.mfu))
     table.add_row("of the baseline", *map(rate, baseline.rates))
     for title, pairs in (
-        ("settings", {name: pair for name, pair in found.settings.items() if pair != (None, None)}),
+        (
+            "settings",
+            {name: pair for name, pair in found.settings.items() if any(one not in (None, {}) for one in pair)},
+        ),
         ("environment", found.environment),
         ("conventions", found.conventions),
         ("job", found.job),

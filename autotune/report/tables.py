@@ -25,6 +25,7 @@ from autotune.report.text import (
     timing_lines,
     value,
 )
+from autotune.stages import baseline_settings
 from trials.record import COMPOSED
 
 ALWAYS_SHOWN = frozenset(list(SHORT_NAMES)[: list(SHORT_NAMES).index("engine") + 1])
@@ -95,7 +96,7 @@ def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[s
     label, limit = mfu_label(conventions["peak_source"]), gib(conventions["limit_gib"])
     shares = [figures.get("share_of_achievable") for figures in (baseline, best)]
     achievable = [("share of achievable", percent(shares[0]), percent(shares[1]))] if any(shares) else []
-    return [
+    found = [
         ("tokens/s per rank", rate(baseline["tokens_per_s_per_rank"]), rate(best["tokens_per_s_per_rank"])),
         (label, percent(baseline["mfu"]), percent(best["mfu"])),
         ("HFU", percent(baseline["hfu"]), percent(best["hfu"])),
@@ -104,6 +105,7 @@ def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[s
         ("peak reserved per rank", gib(baseline["reserved_gib"]), gib(best["reserved_gib"])),
         ("memory limit per rank", limit, limit),
     ]
+    return [row for row in found if row[1:] != ("-", "-")]  # a trainer of one's own has some that nobody knows
 
 
 NARROW = 120
@@ -112,7 +114,7 @@ NARROW = 120
 
 def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
     """All attempts, a line each."""
-    baseline: dict[str, Any] = next((row["knobs"] for row in rows if row["stage"] == "baseline"), {})
+    baseline = baseline_settings(rows)
     source = next((row["peak_source"] for row in rows if row["peak_source"]), None)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "trial": lambda row: str(row["trial"]) + (f".{row['attempt']}" if row["attempt"] else ""),
@@ -127,6 +129,8 @@ def print_trials(console: Console, rows: list[dict[str, Any]]) -> None:
             "live": lambda row: gib(row["allocated_gib"]),
             "reserved": lambda row: gib(row["reserved_gib"]),
         }
+    if len({row["world_size"] for row in rows}) > 1:  # confirmed, or scaled
+        columns["ranks"] = lambda row: value(row["world_size"])
     if any(row.get("timing") == COMPOSED for row in rows):
         columns["timing"] = timing
     columns["differs from baseline"] = lambda row: differences(row["knobs"], baseline)

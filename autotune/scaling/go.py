@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def measure_scaling(
         InfrastructureError: Ray, a node, or ranks failed.
     """
     what = _subject(subject, overrides, output, simulate)
+    if simulate is not None:
+        what = replace(what, job=_over_modelled_nodes(what.job, simulate))
     modes = modes_of(mode)
     # What the batch does not divide over is refused before anything is started.
     largest = targets(what.job, what.contenders or {BASELINE: outline(what.job)}, ranks, modes)[-1].job
@@ -97,6 +99,18 @@ def _subject(name: str, overrides: tuple[str, ...], output: Path | None, simulat
     whole = folder.resolve()  # `.` has no name
     out = output.absolute() if output else whole.with_name(f"{whole.name}-scale")
     return _Subject(run.job.model_copy(update={"output": str(out)}), out, contenders, {}, False)
+
+
+def _over_modelled_nodes(job: Job, simulate: str) -> Job:
+    """A job for one machine takes as many nodes of a modelled cluster as its ranks fill."""
+    if job.cluster.address != "local":
+        return job
+    from autotune.simulate.cluster import parse_cluster
+
+    gpus = parse_cluster(simulate).gpus
+    return job.model_copy(
+        update={"cluster": job.cluster.model_copy(update={"address": "auto", "ranks_per_node": gpus})}
+    )
 
 
 def _refuse_another_cluster(folder: Path, simulate: str, simulated: str) -> None:

@@ -22,7 +22,6 @@ from autotune.report.facts.trials import Trial, pareto_front, trials
 from autotune.scaling.points import Scaling
 from autotune.scaling.predicted import scaling_of
 from autotune.waterfall.steps import Waterfall, waterfall
-from trials.record import Knobs
 
 SUMMARY_VERSION = 1
 
@@ -106,9 +105,7 @@ def summarise(run: LoadedRun, asked: Assumptions | None = None) -> Summary:
 def _waterfall(run: LoadedRun, rows: list[dict[str, Any]]) -> Waterfall | None:
     if run.best is None:
         return None
-    # As the history has them: what a user's own trainer decides itself is null in best.yaml.
-    baseline, winner = (Knobs.from_dict(part["settings"]).to_dict() for part in (run.best["baseline"], run.best))
-    return waterfall(rows, baseline, winner)
+    return waterfall(rows, run.best["baseline"]["settings"], run.best["settings"])
 
 
 def _cost(run: LoadedRun, rows: list[dict[str, Any]], asked: Assumptions | None) -> Cost | None:

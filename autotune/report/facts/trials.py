@@ -9,6 +9,7 @@ from typing import Any
 from autotune.loaded import LoadedRun
 from autotune.report.text import differences
 from autotune.rows import Attempt
+from autotune.stages import baseline_settings
 from trials.conventions import utilisation
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
@@ -56,7 +57,7 @@ class Trial:
 
 def trials(run: LoadedRun) -> list[Trial]:
     """In the order of the history."""
-    base = next((run.study.told(attempt.knobs) for attempt in run.attempts if attempt.stage == "baseline"), {})
+    base = baseline_settings([attempt.row for attempt in run.attempts])
     return [_trial(run, attempt, base) for attempt in run.attempts]
 
 
