@@ -186,18 +186,19 @@ def _world_sizes(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable, on standard output.")
 def plan(job: str, overrides: tuple[str, ...], worlds: tuple[int, ...], device: str | None, as_json: bool) -> None:
     """Predict what JOB would search, take and cost; no trial runs."""
+    from rich.console import Console
+
     from autotune.job_file import load_job
     from autotune.plan import make_plan
     from autotune.report.plan import plan_content, print_plan
 
-    made = make_plan(load_job(job, overrides), worlds, device)
+    with Console(stderr=True).status("predicting the configs of the space"):
+        made = make_plan(load_job(job, overrides), worlds, device)
     if as_json:
         from autotune.report.text import json_safe
 
         click.echo(json.dumps(json_safe(plan_content(made))))
         return
-    from rich.console import Console
-
     print_plan(Console(highlight=False), made)
 
 

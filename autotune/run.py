@@ -106,6 +106,8 @@ class Run:
     def _prepare(self) -> None:
         self._confirmed = read_confirmed(self.out) if self.resume else None
         known = self.resume and (self.out / STUDY_FILE).exists()
+        if not known:
+            self.listener.message("  survey: the ranks look at model, data and machine")
         survey = (load_survey if known else take_survey)(self.job, self.runner, self.out)
         self.study, self.space = survey.study, survey.space
         self.listener.message(survey.describe())
