@@ -58,9 +58,15 @@ class Probes:
                 self.step(rank, n, 10.0 + (n - 2) * step_s, **values)
 
 
+BEGAN_S = 1000.0
+"""Whole seconds: of a clock as it is, an hour more less that clock is now and then a little under an hour."""
+
+
 def follow(folder: Path, every_s: float = 3600.0, promise: Promise = PROMISE) -> tuple[Follower, list[str]]:
     said: list[str] = []
-    return Follower(Watched(folder, MARKS), promise, said.append, every_s), said
+    follower = Follower(Watched(folder, MARKS), promise, said.append, every_s)
+    follower._began_s = follower._said_s = BEGAN_S
+    return follower, said
 
 
 # --- where the probe goes -----------------------------------------------------------------------------------------
@@ -223,7 +229,7 @@ def test_a_line_waits_for_all_ranks(tmp_path: Path) -> None:
 def test_after_the_marks_a_line_comes_each_hour(tmp_path: Path) -> None:
     probes = Probes(tmp_path)
     follower, said = follow(tmp_path)
-    now_s = follower._began_s
+    now_s = BEGAN_S
     probes.steps(1000)
     follower.look(now_s)
     # Steps share lines by now: one of a hundred steps.
@@ -248,8 +254,8 @@ def test_at_the_end_a_line_says_what_came_since(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     follower, said = follow(tmp_path)
-    follower.look(follower._began_s + 601)
-    follower.look(follower._began_s + 602)
+    follower.look(BEGAN_S + 601)
+    follower.look(BEGAN_S + 602)
     follower.end()
     assert said == ["no optimizer step was seen in 10 min 00 s", "the run ended, and no optimizer step was seen"]
 
