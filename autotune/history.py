@@ -166,6 +166,7 @@ SCHEMA = pa.schema(
 )
 
 
+MOST_TRIALS = 999_999
 _NUMBERED = re.compile(r"trial-(\d{4,6})-attempt-")
 _NUMBERED_TO = re.compile(r"trials-\d{4,6}-to-(\d{4,6})\.parquet")
 
@@ -268,6 +269,8 @@ class History:
                 found, problem = [], f"unreadable: {(str(error).splitlines() or [''])[0]}"
             if any(row[name] is None for row in found for name in ("trial", "attempt", "knobs")):
                 problem, found = "no attempt: it has no trial number or no knobs", []
+            elif not all(0 <= row["trial"] <= MOST_TRIALS for row in found):
+                problem, found = f"no attempt: trial numbers are 0 to {MOST_TRIALS}", []
             for row in found:
                 rows.setdefault((row["study_id"], row["trial"], row["attempt"]), row)
             if problem:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.interleaved import Figure, Interleaved
+from autotune.report.text import count
 from autotune.stages import SCALE
 from trials.outcome import NOT_OF_THE_CONFIG, Outcome
 from trials.record import Knobs
@@ -40,6 +41,9 @@ class Point:
     num_runs: int
     problem: str
     """Why there are no figures, e.g. it ran out of memory; empty if there are."""
+    num_not_fitting: int = 0
+    """Of its runs, those beyond the memory limit less headroom, or that the allocator had to retry in: it ran, but is
+    no config to use there."""
     tokens_per_s_per_rank: Figure | None = None
     step_time_s: Figure | None = None
     """Of one optimizer step."""
@@ -53,6 +57,17 @@ class Point:
     """Of a profiled step, a fraction: communication that no compute hides; the median of its runs."""
     exposed_comm_s: float | None = None
     """The same share of the timed step, seconds."""
+
+    def notes(self) -> list[str]:
+        """What to know of it beside its figures."""
+        where = f"{self.role}, {self.mode}, on {count(self.world_size, 'rank')}"
+        said = [f"{where}: {self.problem}"] if self.problem else []
+        if self.num_not_fitting:
+            said.append(
+                f"{where}: {self.num_not_fitting} of {count(self.num_runs, 'run')} left less memory free than "
+                "cluster.memory_headroom asks for, or had retries of the allocator: no config to use there"
+            )
+        return said
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ def scaling(
     global_batch_size: int,
     target_world_size: int,
     contenders: Mapping[str, Knobs] | None = None,
+    not_fitting: Collection[int] = (),
 ) -> Scaling | None:
     """The scaling that was measured.
 
@@ -108,6 +124,7 @@ def scaling(
         contenders: by role, as best.yaml has them now. A run that was resumed may have found another best since its
             scaling: rows then have the role that their config has now, and those of no contender are left out. None:
             rows have the role that they were measured in.
+        not_fitting: trials that ran, and left too little memory free.
 
     Returns:
         None where none was.
@@ -127,7 +144,7 @@ def scaling(
         ]
         for mode in MODES
     }
-    points = [point for mode, found in by_mode.items() for point in _points(mode, found)]
+    points = [point for mode, found in by_mode.items() for point in _points(mode, found, not_fitting)]
     points = [_with_curve(point, points) for point in points if _is_of_a_curve(point, points)]
     if not points:
         return None
@@ -186,7 +203,7 @@ def _with_curve(point: Point, points: Sequence[Point]) -> Point:
     return point if len(sizes) > 1 else dataclasses.replace(point, efficiency=None)
 
 
-def _points(mode: str, rows: Sequence[dict[str, Any]]) -> list[Point]:
+def _points(mode: str, rows: Sequence[dict[str, Any]], not_fitting: Collection[int]) -> list[Point]:
     by_config: dict[Config, list[dict[str, Any]]] = {}
     for row in rows:
         by_config.setdefault((row["role"], row["world_size"]), []).append(row)
@@ -196,7 +213,11 @@ def _points(mode: str, rows: Sequence[dict[str, Any]]) -> list[Point]:
         if runs
         else {}
     )
-    return [_point(mode, config, found, runs, fewest) for config, found in by_config.items()]
+    points = [_point(mode, config, found, runs, fewest) for config, found in by_config.items()]
+    return [
+        dataclasses.replace(point, num_not_fitting=sum(row["trial"] in not_fitting for row in found))
+        for point, found in zip(points, by_config.values(), strict=True)
+    ]
 
 
 def _interleaved(rows: Sequence[dict[str, Any]]) -> Interleaved[Config] | None:

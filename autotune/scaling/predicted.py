@@ -13,11 +13,15 @@ from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.interleaved import Figure
 from autotune.job import Job
+from autotune.loaded import read_study_file, study_of
 from autotune.preflight.closed_form import closed_form
 from autotune.preflight.shape import ModelShape, of_surveyed
+from autotune.rows import Limits, attempt_from_row
 from autotune.scaling.points import Point, Scaling, scaling
 from autotune.scaling.subject import CURVES, contenders_of, target
+from autotune.stages import SCALE
 from autotune.survey import FILE_NAME as STUDY_FILE
+from trials.outcome import Outcome
 from trials.record import Knobs
 
 
@@ -34,7 +38,9 @@ def scaling_of(folder: Path, job: Job, rows: Sequence[dict[str, Any]]) -> Scalin
     """
     # A job that was scaled without a run has no best.yaml.
     contenders = contenders_of(read_best(folder), rows) if (folder / "best.yaml").exists() else None
-    found = scaling(rows, job.global_batch_size, job.batch.target_world_size, contenders)
+    limits = study_of(job, read_study_file(folder)).limits
+    not_fitting = {row["trial"] for row in rows if row["stage"] == SCALE and _left_too_little(row, limits)}
+    found = scaling(rows, job.global_batch_size, job.batch.target_world_size, contenders, not_fitting)
     if found is None:
         return None
     content = yaml.safe_load((folder / STUDY_FILE).read_text(encoding="utf-8"))
@@ -43,6 +49,11 @@ def scaling_of(folder: Path, job: Job, rows: Sequence[dict[str, Any]]) -> Scalin
     return extrapolated(
         found, job, shape, "cuda" if on_a_gpu else "cpu", content["device_name"], content["peak"]["tflops_per_s"]
     )
+
+
+def _left_too_little(row: dict[str, Any], limits: Limits) -> bool:
+    """It ran, with less memory free than the job asks for."""
+    return row["outcome"] == Outcome.OK and not attempt_from_row(row, limits).is_feasible
 
 
 def extrapolated(

@@ -19,9 +19,7 @@ def print_scaling(console: Console, found: Scaling, peak_source: str) -> None:
     measured = [point for point in found.points if not point.is_predicted]
     predicted = [point for point in found.points if point.is_predicted]
     console.print(_table(f"Scaling{simulated}", measured))
-    lines = [
-        f"{point.role} on {count(point.world_size, 'rank')}: {point.problem}" for point in measured if point.problem
-    ]
+    lines = [line for point in measured for line in point.notes()]
     lines.append(
         f"tokens/s: per rank. {mfu_label(peak_source)}. comm: exposed communication, of a profiled step. efficiency: "
         "tokens/s per rank over that on the fewest ranks; in brackets its 95 % interval. Strong scaling keeps the "

@@ -72,7 +72,7 @@ def _changes(worth: Worth) -> list[str]:
         f"{tokens.value:+,.0f}",
         _interval(tokens),
         f"{tflops.value:+.3g}" if tflops else "-",
-        f"{100 * mfu.value:+.1f} %" if mfu else "-",
+        f"{100 * mfu.value:+.1f} pts" if mfu else "-",
     ]
 
 

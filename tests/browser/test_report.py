@@ -110,7 +110,10 @@ def test_hovering_a_trial_shows_it_and_a_click_names_its_command(browser: Chrome
     ActionChains(browser).click(point).perform()
     picked = browser.find_element(By.ID, "picked")
     WebDriverWait(browser, WAIT_S).until(lambda _: picked.is_displayed())
-    assert "autotune measure" in picked.find_element(By.TAG_NAME, "code").text
+    command, settings = (part.text for part in picked.find_elements(By.TAG_NAME, "code"))
+    assert "autotune measure" in command
+    for line in settings.splitlines():
+        assert line in shown[0].text, "the settings that were hovered"
 
 
 def test_the_copy_button_copies(browser: Chrome, simulated_page: Path) -> None:

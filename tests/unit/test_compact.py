@@ -143,3 +143,16 @@ def test_a_run_that_goes_on_is_refused(run: Path) -> None:
         done = CliRunner().invoke(cli, ["compact", str(run)])
     assert "another autotune is running" in str(done.exception)
     assert files(run) == old
+
+
+@pytest.mark.parametrize("number", [-1, 1_000_000, 2**31 - 1])
+def test_a_number_that_no_trial_has_stays_in_its_own_file(tmp_path: Path, number: int) -> None:
+    history = History(tmp_path)
+    for trial in (0, 1, number):
+        history.append(row(trial))
+    made = history.compact()
+    assert made is not None
+    assert made.num_rows == 2
+    assert len(made.left) == 1
+    assert history.last_trial() == 1 or number == 1_000_000
+    assert len(list(tmp_path.iterdir())) == 2

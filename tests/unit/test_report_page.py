@@ -117,7 +117,7 @@ def test_the_verdict_comes_first_and_figures_have_units(page: Page, summary: Sum
 
 def test_a_trial_names_the_command_that_measures_it_again(page: Page) -> None:
     points = [trace for trace in page.data["figures-data"]["speed-and-memory"]["data"] if trace.get("customdata")]
-    options = [options for trace in points for _, options in trace["customdata"]]
+    options = [options for trace in points for _, options, _ in trace["customdata"]]
     assert page.data["command"] == "autotune measure runs/mine/job.yaml"
     assert any(option.startswith("--set ") for option in options)
     assert not any("grad_accum_steps" in option for option in options)

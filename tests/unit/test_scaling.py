@@ -236,3 +236,15 @@ def test_a_prediction_starts_from_what_was_measured_and_stands_apart() -> None:
     assert ahead.points[:-1] == made.points
     unknown = extrapolated(made, job, None, "cpu", "a CPU", 0.1)
     assert unknown.points == made.points and unknown.prediction_problem
+
+
+def test_a_point_that_left_too_little_memory_free_says_so() -> None:
+    rows = measured({1: 4.0, 2: 2.0, 4: 1.0}, {})
+    for trial, one in enumerate(rows):
+        one["trial"] = trial
+    full = [one["trial"] for one in rows if one["world_size"] == 1][:2]
+    made = scaling(rows, BATCH, TARGET, not_fitting=full)
+    assert made is not None
+    said = {point.world_size: point.notes() for point in made.points}
+    assert said[2] == said[4] == []
+    assert "best, strong, on 1 rank: 2 of 3 runs left less memory free" in said[1][0]

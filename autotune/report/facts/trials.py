@@ -38,6 +38,8 @@ class Trial:
     """Knobs that the engine has, and that a trainer of one's own is handed."""
     measure_options: str
     """Of `autotune measure RUN/job.yaml`, to measure it again by hand; empty for the baseline."""
+    export_lines: list[str]
+    """What differs from the baseline, as `autotune export --to plain` writes it, e.g. `micro_batch_size: 8`."""
     tokens_per_s_per_rank: float | None
     mfu: float | None
     hfu: float | None
@@ -78,6 +80,7 @@ def _trial(run: LoadedRun, attempt: Attempt, baseline: dict[str, Any]) -> Trial:
         differs=differences(knobs, baseline),
         settings={name: value for name, value in knobs.items() if value is not None},
         measure_options=_measure_options(knobs, baseline),
+        export_lines=[f"{name}: {shown(value)}" for name, value in _changed(knobs, baseline).items()],
         tokens_per_s_per_rank=attempt.tokens_per_s_per_rank,
         mfu=row["mfu"] if is_ok else None,
         hfu=row["hfu"] if is_ok else None,
@@ -92,13 +95,17 @@ def _trial(run: LoadedRun, attempt: Attempt, baseline: dict[str, Any]) -> Trial:
     )
 
 
+def _changed(knobs: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in knobs.items() if value is not None and value != baseline.get(name)}
+
+
 def _measure_options(knobs: dict[str, Any], baseline: dict[str, Any]) -> str:
-    changed = {
+    chosen = {
         name: value
-        for name, value in knobs.items()
-        if value is not None and value != baseline.get(name) and name not in FOLLOW and not isinstance(value, dict)
+        for name, value in _changed(knobs, baseline).items()
+        if name not in FOLLOW and not isinstance(value, dict)
     }
-    return " ".join(f"--set {shlex.quote(f'{name}={shown(value)}')}" for name, value in changed.items())
+    return " ".join(f"--set {shlex.quote(f'{name}={shown(value)}')}" for name, value in chosen.items())
 
 
 def shown(value: Any) -> str:

@@ -55,12 +55,17 @@
 
   // A click on a trial names the command that measures its settings again.
   function pick(event) {
-    const [trial, settings] = event.points[0].customdata ?? [];
+    const [trial, options, settings] = event.points[0].customdata ?? [];
     if (trial === undefined) return;
     const box = document.getElementById("picked");
     box.hidden = false;
-    box.querySelector(".code-head span").textContent = `trial ${trial}: measure it again`;
-    box.querySelector("code").textContent = settings ? `${command} ${settings}` : command;
+    const texts = { "measure it again": options ? `${command} ${options}` : command, "its settings, where they are not the baseline's": settings };
+    for (const [index, [name, text]] of Object.entries(texts).entries()) {
+      const place = box.querySelectorAll(".code")[index];
+      place.hidden = !text;
+      place.querySelector(".code-head span").textContent = `trial ${trial}: ${name}`;
+      place.querySelector("code").textContent = text;
+    }
   }
 
   // A figure is drawn when it comes near, so that a long page opens at once; all are drawn for printing.

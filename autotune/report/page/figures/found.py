@@ -23,9 +23,9 @@ from autotune.report.page.figures.style import (
     line_at,
     memory_unit,
     numbers,
+    safe,
     speed,
     trace,
-    wrapped,
 )
 from autotune.report.page.words import hours_unit
 from autotune.report.text import gib
@@ -138,7 +138,7 @@ def _points(
         mode="markers",
         name=name,
         marker=marker,
-        customdata=[[one.trial, one.measure_options] for one in ones],
+        customdata=[[one.trial, one.measure_options, "\n".join(one.export_lines)] for one in ones],
         text=[_hover(one) for one in ones],
         hovertemplate="%{text}<extra></extra>",
     )
@@ -150,7 +150,8 @@ def _hover(one: Trial) -> str:
     else:
         predicted = figures_text(one.predicted_tokens_per_s_per_rank, one.predicted_mfu)
         figures = f"predicted: {predicted}<br>predicted: {gib(one.predicted_memory_gib)} a rank"
-    return f"<b>trial {one.trial}</b>, {one.stage}, {one.outcome}<br>{figures}<br>{wrapped(one.differs)}"
+    settings = "<br>".join(safe(line) for line in one.export_lines) or "as baseline"
+    return f"<b>trial {one.trial}</b>, {one.stage}, {one.outcome}<br>{figures}<br>{settings}"
 
 
 def _front(summary: Summary, unit: Speed, per_gib: float) -> Content:
