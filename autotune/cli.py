@@ -87,11 +87,14 @@ def run(
     simulate: str | None,
 ) -> None:
     """Tune JOB, a path or a shipped name (try: quickstart), and write best.yaml."""
+    from autotune.folder import run_of
     from autotune.job_file import load_job
 
     if trials is not None:
         overrides = (*overrides, f"budget.trials={trials}")
     loaded = load_job(job, overrides)
+    if resume and output is None:
+        output = run_of(job)
     if output is not None:
         loaded = loaded.model_copy(update={"output": str(output)})
     _refuse_warm_starts(warm_start, Path(loaded.output), other_model)

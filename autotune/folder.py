@@ -113,6 +113,13 @@ def check_resumable(out: Path, job: Job, simulated: str = "") -> None:
         raise UserError(f"{out}: {error.strerror or error}", "give a folder you can write to by --output") from error
 
 
+def run_of(job: str) -> Path | None:
+    """The run whose own job.yaml `job` is; None: it is another file, or a shipped job. A run may have been moved or
+    copied since, and its `output` is relative to where it was started: to resume it is to go on where it lies."""
+    path = Path(job)
+    return path.parent if path.name == "job.yaml" and (path.parent / "study.yaml").is_file() else None
+
+
 def resume_command(out: Path, simulated: str = "") -> str:
     """What goes on with the run in `out`.
 

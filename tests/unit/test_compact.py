@@ -100,7 +100,7 @@ def test_it_goes_on_after_the_last_trial_of_the_one_file(run: Path) -> None:
     budget = load(run).job.budget.trials
     job = run / "job.yaml"
     job.write_text(job.read_text().replace(f"trials: {budget}", f"trials: {budget + 4}"))
-    autotune("run", str(job), "--output", str(run), "--resume", "--simulate", load(run).survey.simulated)
+    autotune("run", str(job), "--resume", "--simulate", load(run).survey.simulated)
     assert files(run)[0] == f"trial-{last + 1:04d}-attempt-0.parquet"
     assert [found["trial"] for found in load(run).rows] == list(range(len(load(run).rows)))
     compact(run)

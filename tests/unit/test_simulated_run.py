@@ -166,6 +166,17 @@ def test_an_interrupted_study_goes_on_after_its_own_time(copy: Path) -> None:
     assert yaml.safe_load((copy / "best.yaml").read_text())["complete"]
 
 
+def test_a_run_that_was_moved_or_copied_is_resumed_where_it_lies(finished: Path, copy: Path) -> None:
+    """Its job.yaml names the folder that it was started in."""
+    before = {path.name for path in (finished / "history").iterdir()}
+    last = max((copy / "history").iterdir())
+    last.unlink()
+    autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER)
+    assert last.exists()
+    assert {path.name for path in (finished / "history").iterdir()} == before
+    assert not finished.with_name("run.1").exists()
+
+
 def test_a_simulated_run_goes_on_neither_for_real_nor_on_another_cluster(copy: Path) -> None:
     resume = ("run", str(copy / "job.yaml"), "--resume", "--output", str(copy))
     with pytest.raises(UserError, match=r"on a simulated cluster .* cannot be resumed on a real cluster") as raised:

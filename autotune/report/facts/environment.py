@@ -101,15 +101,16 @@ def environment(run: LoadedRun) -> Environment:
         peak_dtype=study.peak.dtype,
         peak_source=study.peak.source,
         achievable_tflops_per_s=study.achievable_tflops_per_s,
-        flops_convention=study.model.flops_convention,
-        flops_per_token=study.model.flops_per_token,
+        # Of a trainer of one's own they are counted in its trials.
+        flops_convention=", ".join(_seen(run, "flops_convention")) or study.model.flops_convention,
+        flops_per_token=study.model.flops_per_token or next(iter(_seen(run, "flops_per_token")), None),
         candidates={name: list(values) for name, values in survey.candidates.items()},
         sampler=job.sampler,
         warm_start=(run.best or {}).get("warm_start") or [],
     )
 
 
-def _seen(run: LoadedRun, column: str) -> list[str]:
+def _seen(run: LoadedRun, column: str) -> list[Any]:
     """All there are: a run that was resumed may have gone on with other versions."""
     return sorted({attempt.row[column] for attempt in run.attempts if attempt.row.get(column)})
 

@@ -209,10 +209,12 @@ def conventions(summary: Summary) -> list[str]:
     if told.peak_tflops_per_s is not None:
         peak = f"{told.peak_tflops_per_s:.4g} TFLOP/s per rank, dense {told.peak_dtype}"
     flops = f"{told.flops_per_token / 1e6:,.1f} MFLOP per token" if told.flops_per_token else "FLOPs not known"
+    of_attention = "; full attention, no causal discount" if "full-attn" in told.flops_convention else ""
+    knows_hfu = any(config.hfu is not None for config in summary.configs)
     said = [
         f"Peak: {peak} ({told.peak_source}).",
-        f"MFU counts the model's own FLOPs, never recomputation: {flops} [{told.flops_convention}]; full attention, "
-        "no causal discount. HFU adds what activation checkpointing computes again.",
+        f"MFU counts the model's own FLOPs, never recomputation: {flops} [{told.flops_convention}]{of_attention}."
+        + (" HFU adds what activation checkpointing computes again." if knows_hfu else ""),
         "Throughput is all tokens over all wall time of whole optimizer steps, data and optimizer included, of the "
         "slowest rank. Memory is of the worst rank.",
         "The gain comes from fresh, interleaved, paired runs after the search; its interval is Student's t on log "
