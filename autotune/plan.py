@@ -16,7 +16,8 @@ from autotune.canonical import Facts
 from autotune.errors import UserError
 from autotune.estimate import Estimate, Gang, Guess, estimate
 from autotune.hardware import Peak, find_device, peak_for
-from autotune.job import Job, Model
+from autotune.job import Job
+from autotune.job_model import Model
 from autotune.preflight.closed_form import closed_form, mfu
 from autotune.preflight.fastest import RISKY, SAFE, SURE_OOM, Room, fastest, looked_at
 from autotune.preflight.prediction import Prediction

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.job import Model
+from autotune.job_model import Model
 from trials.conventions import PALM_MATMUL, PALM_MATMUL_CAUSAL
 from trials.shapes import PRESETS, DecoderConfig
 
