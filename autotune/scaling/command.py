@@ -45,7 +45,8 @@ def scale(
 
     Strong scaling keeps the global batch, weak scaling each rank's share of it. On the most ranks the run's fallback
     and finalists are measured too, and all are ranked. The rows are added to the history with the stage `scale`. What
-    is there already is not measured again: an interrupted scaling goes on, and a larger --repeats adds to it. A real
+    is there already is not measured again: an interrupted scaling goes on, and a larger --repeats adds to it; but more
+    --ranks, or another --mode, than were measured are measured beside the others, in new rounds. A real
     run's configs are not simulated in its own folder, but in one beside it: RUN-scale.
     """
     from rich.console import Console

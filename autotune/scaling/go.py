@@ -69,7 +69,8 @@ def measure_scaling(
         with _sizes(what, largest, simulate) as opened, screen:
             content, contenders = _survey(what, largest, opened)
             wanted = targets(what.job, contenders, ranks, modes)
-            Scale(what.folder, content, wanted, opened, screen, repeats, what.rates).go()
+            rows = history_rows(what.folder)
+            Scale(what.folder, content, wanted, opened, screen, repeats, what.rates, rows).go()
     found = scaling_of(what.folder, what.job, history_rows(what.folder))
     return found, what.folder, content["peak"]["source"]
 

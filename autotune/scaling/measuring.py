@@ -15,6 +15,7 @@ from autotune.measuring import Listener, Measurer
 from autotune.preflight.closed_form import closed_form
 from autotune.report.text import SIMULATED, count, duration
 from autotune.scaling.points import STRONG
+from autotune.scaling.rounds import num_rows_in, rounds
 from autotune.scaling.sizes import Opener
 from autotune.scaling.subject import BASELINE, CURVES, Target, refuse_what_never_divides, spelt, target
 from autotune.stages import SCALE
@@ -51,6 +52,7 @@ class Scale:
         content: of its study.yaml.
         opened: opens a runner for each job.
         rates: tokens/s per rank of configs that are known already, by role; for the estimate.
+        rows: of the history, so far.
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class Scale:
     listener: Listener
     repeats: int
     rates: dict[str, float]
+    rows: Sequence[dict[str, Any]]
     _failed: set[tuple[int, Knobs]] = field(default_factory=set)
     _surveys: dict[tuple[int, str], Survey] = field(default_factory=dict)
     _measurers: dict[tuple[int, str], tuple[Measurer, dict[Knobs, str]]] = field(default_factory=dict)
@@ -75,11 +78,14 @@ class Scale:
         sizes = sorted({one.world_size for one in self.targets}, reverse=True)
         # From the most ranks to the fewest and back, so that what drifts steadily favours none; and a cluster that has
         # not so many is found out at once.
-        visits = [(size, number) for number in range(self.repeats) for size in sizes[:: 1 if number % 2 == 0 else -1]]
+        places = {(one.world_size, one.job.global_batch_size) for one in self.targets}
+        numbers = rounds(self.rows, places, self.repeats)
+        num_measured = num_rows_in(self.rows, places, numbers)
+        visits = [(size, number) for number in numbers for size in sizes[:: 1 if number % 2 == 0 else -1]]
         for world_size, group in itertools.groupby(visits, key=lambda visit: visit[0]):
             here = [one for one in self.targets if one.world_size == world_size]
             with self.opened(here[0].job) as runner:
-                forecast = forecast or self._forecast(runner)
+                forecast = forecast or self._forecast(runner, num_measured)
                 for _, number in group:
                     for one in here:
                         self._measure(one, runner, number, forecast)
@@ -129,21 +135,28 @@ class Scale:
                     f"  {roles[knobs]} on {count(one.world_size, 'rank')} ended in {attempt.outcome}: no point there"
                 )
 
-    def _forecast(self, runner: Any) -> Forecast:
-        """And says what it takes."""
+    def _forecast(self, runner: Any, num_measured: int) -> Forecast:
+        """And says what it takes.
+
+        Args:
+            num_measured: trials that the history has.
+        """
         num_trials = self.repeats * sum(len(one.contenders) for one in self.targets)
         seconds = [self._trial_s(one, role, runner) for one in self.targets for role in one.contenders]
         known = [each for each in seconds if each is not None]
         for one in self.targets:
             for role, why in one.problems.items():
                 self.listener.message(f"  no {one.mode} point of {role} on {count(one.world_size, 'rank')}: {why}")
-        took = f", about {duration(self.repeats * sum(known))}" if len(known) == len(seconds) else ""
+        share_left = 1 - min(num_measured, num_trials) / num_trials
+        is_known = share_left and len(known) == len(seconds)
+        took = f", about {duration(share_left * self.repeats * sum(known))}" if is_known else ""
+        before = f", {num_measured} of them measured before" if num_measured else ""
         if runner.simulated:
             self.listener.message(f"  SIMULATED, nothing is measured: {runner.simulated}")
         clock = f" {SIMULATED}" if runner.simulated else ""
         ranks = ", ".join(str(n) for n in sorted({one.world_size for one in self.targets}))
         self.listener.message(
-            f"scaling on {ranks} ranks: {count(self.repeats, 'repeat')}, {num_trials} trials{took}{clock}"
+            f"scaling on {ranks} ranks: {count(self.repeats, 'repeat')}, {num_trials} trials{before}{took}{clock}"
         )
         return Forecast({SCALE: Stage(num_trials, num_trials, statistics.fmean(known) if known else 1.0)}, not known)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.history import History
@@ -18,6 +20,7 @@ from autotune.report.text import json_safe
 from autotune.scaling.measuring import targets
 from autotune.scaling.points import Scaling, scaling
 from autotune.scaling.predicted import extrapolated
+from autotune.scaling.rounds import rounds
 from autotune.scaling.subject import contenders_of, outline
 from tests.unit.conftest import make_job, make_space
 from tests.unit.test_simulated_run import autotune
@@ -248,3 +251,36 @@ def test_a_point_that_left_too_little_memory_free_says_so() -> None:
     said = {point.world_size: point.notes() for point in made.points}
     assert said[2] == said[4] == []
     assert "best, strong, on 1 rank: 2 of 3 runs left less memory free" in said[1][0]
+
+
+def places(*sizes: int) -> set[tuple[int, int]]:
+    return {(size, BATCH) for size in sizes}
+
+
+def test_an_interrupted_scaling_goes_on_and_a_larger_one_is_measured_whole() -> None:
+    rows = measured({1: 4.0, 2: 2.0}, {})
+    assert rounds([], places(1, 2), 3) == [0, 1, 2]
+    assert rounds(rows, places(1, 2), 3) == [0, 1, 2], "all is there"
+    assert rounds(rows, places(1, 2), 5) == [0, 1, 2, 3, 4], "two more"
+    assert rounds(rows, places(2), 2) == [0, 1], "fewer are among them"
+    assert rounds(rows[:-1], places(1, 2), 3) == [0, 1, 2], "the last round was interrupted"
+    assert rounds(rows[:1], places(1, 2), 3) == [0, 1, 2], "the first was"
+    assert rounds(rows, places(1, 2, 4), 3) == [3, 4, 5], "four ranks beside one and two"
+    both = rows + [one | {"round": one["round"] + 3} for one in measured({1: 4.0, 2: 2.0, 4: 1.0}, {})]
+    assert rounds(both, places(1, 2, 4), 3) == [3, 4, 5]
+    begun = [one for one in both if one["round"] < 3] + [one for one in both if one["round"] == 3][-1:]
+    assert rounds(begun, places(1, 2, 4), 3) == [3, 4, 5], "it was interrupted in its first round"
+
+
+def test_what_failed_on_some_ranks_makes_no_new_rounds() -> None:
+    rows = measured({2: 2.0, 4: 1.0}, {})
+    rows.append(row("best", 1, BATCH, 0, 0.0, outcome="oom_device"))
+    assert rounds(rows, places(1, 2, 4), 3) == [0, 1, 2]
+
+
+@given(st.integers(2, 5), st.lists(st.booleans(), min_size=15, max_size=15), st.integers(2, 6))
+def test_rounds_are_as_many_as_asked_and_each_once(num_rounds: int, kept: list[bool], repeats: int) -> None:
+    whole = [row("best", size, BATCH // size, number, 1.0) for number in range(num_rounds) for size in (1, 2, 4)]
+    rows = [one for one, keep in zip(whole, kept, strict=False) if keep]
+    found = rounds(rows, places(1, 2, 4), repeats)
+    assert len(found) == len(set(found)) == repeats
