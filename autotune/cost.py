@@ -73,6 +73,10 @@ class Cost:
     break_even_tokens: float | None
     """From which the tuning has paid for itself; None: no saving shown."""
     measured_ranks: int
+    """Of the paired rounds that these hours come from."""
+    confirmed_ranks: int | None
+    """On which `autotune confirm` found the best to hold; None: it did not, or has not run."""
+    confirmed_tokens_per_s_per_rank: float | None
     simulated: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,6 +90,11 @@ class Cost:
             lines.append(
                 f"measured on {self.measured_ranks} ranks, asked for {asked.num_gpus}: the same tokens/s per rank is "
                 "assumed there (`autotune scale` measures how it changes with ranks)"
+            )
+        if self.confirmed_tokens_per_s_per_rank:
+            lines.append(
+                f"`autotune confirm` measured {self.confirmed_tokens_per_s_per_rank:,.0f} tokens/s per rank of the best "
+                f"on {self.confirmed_ranks} ranks; these hours are of the paired rounds"
             )
         if asked.goodput == 1:
             lines.append("goodput 1: no time for restarts, checkpoints or evaluation is counted")
@@ -112,6 +121,8 @@ def training_cost(best: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], as
     why_not = _why_no_saving(best)
     tuning_hours = spent_hours(row for row in rows if row.get("stage") not in EXPLAINED)
     saved = None if why_not else theirs.hours * (1 - 1 / best["gain"]["low"])
+    confirmed = best.get("confirmed") or {}
+    held = confirmed if confirmed.get("held") == "best" else {}
     is_gpu = fingerprint.get("driver_version") or fingerprint.get("nccl_version")
     return Cost(
         assumptions=asked,
@@ -125,6 +136,8 @@ def training_cost(best: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], as
         tuning_money=_money(tuning_hours, asked),
         break_even_tokens=tuning_hours * asked.tokens / saved if saved else None,
         measured_ranks=fingerprint["world_size"],
+        confirmed_ranks=held.get("world_size"),
+        confirmed_tokens_per_s_per_rank=held.get("tokens_per_s_per_rank"),
         simulated=bool(fingerprint.get("simulated")),
     )
 
@@ -134,7 +147,7 @@ def check_assumptions(asked: Assumptions) -> None:
     ValueError: it names the option, and what it must be.
     """
     if not 0 < asked.tokens < math.inf:
-        raise ValueError(f"--tokens {asked.tokens:g}: must be more than 0")
+        raise ValueError(f"--tokens {asked.tokens:g}: must be more than 0, and finite")
     if asked.num_gpus < 1:
         raise ValueError(f"--gpus {asked.num_gpus}: must be 1 or more")
     if asked.price_per_hour is not None and not 0 < asked.price_per_hour < math.inf:

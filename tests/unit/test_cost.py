@@ -116,6 +116,11 @@ def test_no_saving_is_shown_where_none_was_measured(content: dict[str, Any], why
 def test_what_differs_from_the_measurement_is_said() -> None:
     assert any("measured on 8 ranks, asked for 512" in note for note in cost(num_gpus=512).notes())
     assert not any("measured on" in note for note in cost(num_gpus=8).notes())
+    held = {"held": "best", "why": "", "world_size": 512, "tokens_per_s_per_rank": 6543.2}
+    confirmed = cost(best() | {"confirmed": held}, num_gpus=512).notes()
+    assert any("measured 6,543 tokens/s per rank of the best on 512 ranks" in note for note in confirmed)
+    other = cost(best() | {"confirmed": held | {"held": "fallback"}}).notes()
+    assert not any("of the best on" in note for note in other)
     assert "SIMULATED: nothing of this was measured" in cost(best(simulated=True)).notes()
     assert cost(best(driver_version="", nccl_version="")).unit == "rank-hours"
     assert cost().unit == "GPU-hours"
