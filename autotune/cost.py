@@ -93,8 +93,8 @@ class Cost:
             )
         if self.confirmed_tokens_per_s_per_rank:
             lines.append(
-                f"`autotune confirm` measured {self.confirmed_tokens_per_s_per_rank:,.0f} tokens/s per rank of the best "
-                f"on {self.confirmed_ranks} ranks; these hours are of the paired rounds"
+                f"`autotune confirm` measured {self.confirmed_tokens_per_s_per_rank:,.0f} tokens/s per rank of the "
+                f"best on {self.confirmed_ranks} ranks; these hours are of the paired rounds"
             )
         if asked.goodput == 1:
             lines.append("goodput 1: no time for restarts, checkpoints or evaluation is counted")
