@@ -15,6 +15,7 @@ from autotune import __version__
 from autotune.commands.compact import compact
 from autotune.commands.compare import compare
 from autotune.commands.cost import cost
+from autotune.commands.reading import reading
 from autotune.commands.views import journal, tensorboard
 from autotune.commands.watch import watch
 from autotune.confirm.command import confirm
@@ -336,7 +337,8 @@ def show(run_folder: Path, as_json: bool, trial: int | None, brief: bool) -> Non
 
     if brief and (as_json or trial is not None):
         raise UserError("--brief: it stands for itself", "leave out --json and --trial")
-    rows, skipped = History(run_folder / "history").rows()
+    with reading() as told:
+        rows, skipped = History(run_folder / "history").rows(told=told)
     for line in skipped:
         click.echo(f"skipped {printable(line)}", err=True)
     if not rows and not (run_folder / "best.yaml").exists():

@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune.best import read_best
 from autotune.folder import leaves
+from autotune.history import Told, to_nobody
 from autotune.loaded import load
 from autotune.stages import OF_A_RUN
 from autotune.verdict import CONFIDENCE, welch
@@ -113,13 +114,16 @@ class Comparison:
         return lines
 
 
-def load_side(run: Path) -> Side:
+def load_side(run: Path, told: Told = to_nobody) -> Side:
     """Reads a run.
+
+    Args:
+        told: how far it is.
 
     Raises:
         UserError: no run there, or none that has measured anything; its job cannot be read.
     """
-    found = load(run)
+    found = load(run, told)
     best = found.best or read_best(run)  # which says that there is none
     return Side(str(run), best, [one.row for one in found.attempts], leaves(found.job.model_dump(mode="json")))
 

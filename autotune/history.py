@@ -171,6 +171,14 @@ _NUMBERED = re.compile(r"trial-(\d{4,6})-attempt-")
 _NUMBERED_TO = re.compile(r"trials-\d{4,6}-to-(\d{4,6})\.parquet")
 
 
+Told = Callable[[int, int], None]
+"""Takes how many files were read of how many, after each; some milliseconds pass between two."""
+
+
+def to_nobody(_done: int, _of: int) -> None:
+    """Nobody is told."""
+
+
 @dataclass(frozen=True)
 class Compacted:
     """What became of a history's files."""
@@ -214,25 +222,23 @@ class History:
         found = [match for name in names for match in (_NUMBERED.match(name), _NUMBERED_TO.fullmatch(name)) if match]
         return max((int(match[1]) for match in found), default=None)
 
-    def rows(
-        self, without: Collection[str] = (), told: Callable[[int, int], None] = lambda _done, _all: None
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def rows(self, without: Collection[str] = (), told: Told = to_nobody) -> tuple[list[dict[str, Any]], list[str]]:
         """All attempts in order, and a line on each file that is not one (torn, foreign, of another version).
 
         Args:
             without: names of files to leave out.
-            told: after each file, how many were read of how many; some milliseconds pass between two.
+            told: how far it is.
         """
         rows, skipped, _ = self._read_files(without, told)
         return rows, skipped
 
-    def compact(self, told: Callable[[int, int], None] = lambda _done, _all: None) -> Compacted | None:
+    def compact(self, told: Told = to_nobody) -> Compacted | None:
         """Makes one file of all that can be read; the caller is the folder's only driver.
 
         The one file is whole before the others go. Interrupted in between, rows are there twice; readers take one.
 
         Args:
-            told: after each file, how many were read of how many.
+            told: how far it is.
 
         Returns:
             None: there was no more than one file.
@@ -251,9 +257,7 @@ class History:
                 one.unlink()
         return Compacted(len(rows), len(read), num_bytes, path, left)
 
-    def _read_files(
-        self, without: Collection[str], told: Callable[[int, int], None]
-    ) -> tuple[list[dict[str, Any]], list[str], list[Path]]:
+    def _read_files(self, without: Collection[str], told: Told) -> tuple[list[dict[str, Any]], list[str], list[Path]]:
         """As `rows`; and the files that these are of."""
         rows: dict[tuple[str, int, int], dict[str, Any]] = {}
         skipped: list[str] = []

@@ -5,7 +5,6 @@ Neither torch nor Ray is imported; Optuna is, by `rows` (half a second).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from autotune.best import read_best
 from autotune.errors import UserError
 from autotune.folder import has_driver, latest_moved
 from autotune.hardware import Peak
-from autotune.history import History
+from autotune.history import History, Told, to_nobody
 from autotune.job import Job
 from autotune.job_file import UNPARSABLE, load_job
 from autotune.rows import Attempt, Limits, ModelFacts, Study, attempt_from_row
@@ -111,11 +110,11 @@ class LoadedRun:
         return self.study.limits.device
 
 
-def load(folder: Path, told: Callable[[int, int], None] = lambda _done, _all: None) -> LoadedRun:
+def load(folder: Path, told: Told = to_nobody) -> LoadedRun:
     """The run in `folder`.
 
     Args:
-        told: after each file of the history, how many were read of how many.
+        told: how far the reading is.
 
     Raises:
         UserError: no run there that has measured anything; a job.yaml, study.yaml or best.yaml that is not one.

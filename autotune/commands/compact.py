@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autotune.commands.reading import reading
 from autotune.errors import UserError, printable
 
 
@@ -16,7 +17,6 @@ def compact(run_folder: Path) -> None:
 
     What cannot be read is left as it is. RUN may be resumed afterwards; it may not be going now.
     """
-    from rich.console import Console
     from rich.filesize import decimal
 
     from autotune.folder import sole_driver
@@ -27,9 +27,9 @@ def compact(run_folder: Path) -> None:
         raise UserError(
             f"{run_folder}: no run there that has measured anything", "give the folder of a run: its job's `output`"
         )
-    with sole_driver(run_folder.absolute()), Console(stderr=True).status("reading the history") as status:
+    with sole_driver(run_folder.absolute()), reading() as told:
         try:
-            made = history.compact(lambda done, of: status.update(f"reading the history: {done:,} of {of:,} files"))
+            made = history.compact(told)
         except OSError as error:
             raise UserError(
                 f"{error.filename or history.folder}: {error.strerror or error}", "nothing measured is lost; try again"

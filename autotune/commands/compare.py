@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from autotune.commands.reading import reading
+
 
 @click.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
@@ -23,7 +25,8 @@ def compare(run_a: Path, run_b: Path, as_json: bool) -> None:
     from autotune.report.compare import print_comparison
     from autotune.report.text import json_safe
 
-    found = compare_runs(load_side(run_a), load_side(run_b))
+    with reading() as told:
+        found = compare_runs(load_side(run_a, told), load_side(run_b, told))
     if as_json:
         click.echo(json.dumps(json_safe(found.to_dict() | {"warnings": found.warnings()}), default=str))
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from autotune.commands.reading import reading
 from autotune.errors import UserError
 
 _QUANTITY = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
@@ -52,7 +53,8 @@ def cost(
     from autotune.report.text import json_safe
 
     best = read_best(run_folder)
-    rows = [attempt.row for attempt in load(run_folder).attempts]
+    with reading() as told:
+        rows = [attempt.row for attempt in load(run_folder, told).attempts]
     ranks = best["training"]["target_world_size"]
     asked = Assumptions(tokens, ranks if num_gpus is None else num_gpus, price, goodput, currency)
     try:

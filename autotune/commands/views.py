@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from autotune.commands.reading import reading
 from autotune.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from autotune.history import Told
 
 _RUN = click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 
@@ -20,7 +25,7 @@ def journal(run_folder: Path, output: Path | None) -> None:
     from autotune.views.optuna_journal import FILE_NAME, write_journal
 
     path = output or run_folder / FILE_NAME
-    _write(lambda: write_journal(run_folder, path), path, f"optuna-dashboard {path}")
+    _write(lambda told: write_journal(run_folder, path, told), path, f"optuna-dashboard {path}")
 
 
 @click.command()
@@ -31,12 +36,13 @@ def tensorboard(run_folder: Path, output: Path | None) -> None:
     from autotune.views.tensorboard import write_scalars
 
     folder = output or run_folder / "tensorboard"
-    _write(lambda: write_scalars(run_folder, folder), folder, f"tensorboard --logdir {folder}")
+    _write(lambda told: write_scalars(run_folder, folder, told), folder, f"tensorboard --logdir {folder}")
 
 
-def _write(work: Callable[[], list[str]], path: Path, then: str) -> None:
+def _write(work: Callable[[Told], list[str]], path: Path, then: str) -> None:
     try:
-        skipped = work()
+        with reading() as told:
+            skipped = work(told)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}", "give a place you can write to by --output") from error
     for line in skipped:

@@ -18,6 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.history import Told, to_nobody
 from autotune.loaded import load
 from autotune.rows import Attempt
 from autotune.search.observed import CONSTRAINT, OUTCOME
@@ -33,8 +34,11 @@ the dashboard does not know: without it, all trials would be shown as feasible."
 STUDIED = (BASELINE, SIDE_BY_SIDE)
 
 
-def write_journal(run: Path, path: Path) -> list[str]:
+def write_journal(run: Path, path: Path, told: Told = to_nobody) -> list[str]:
     """Writes the journal, in place of an earlier one.
+
+    Args:
+        told: how far the reading of the history is.
 
     Returns:
         A line on each file and row of the history that says nothing.
@@ -42,7 +46,7 @@ def write_journal(run: Path, path: Path) -> list[str]:
     Raises:
         UserError: no run there, or one that has measured nothing.
     """
-    loaded = load(run)
+    loaded = load(run, told)
     trials = trials_of([attempt for attempt in loaded.attempts if attempt.stage in STUDIED])
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / FILE_NAME

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
+from autotune.history import Told, to_nobody
 from autotune.loaded import load
 from autotune.stages import BASELINE, SIDE_BY_SIDE
 from trials.breakdown import FRACTIONS
@@ -20,11 +21,14 @@ COLUMNS = {
 """Of the history, by the heading they stand under; what is null has no point."""
 
 
-def write_scalars(run: Path, folder: Path) -> list[str]:
+def write_scalars(run: Path, folder: Path, told: Told = to_nobody) -> list[str]:
     """Writes one event file into `folder`, in place of an earlier one of ours.
 
     `search/best_tokens_per_s_per_rank` is the fastest config so far that fits; `trial/seconds` the attempt's own time;
     `trial/is_ok` is 0 of one that failed.
+
+    Args:
+        told: how far the reading of the history is.
 
     Returns:
         A line on each file and row of the history that says nothing.
@@ -32,7 +36,7 @@ def write_scalars(run: Path, folder: Path) -> list[str]:
     Raises:
         UserError: no run there, or one that has measured nothing.
     """
-    loaded = load(run)
+    loaded = load(run, told)
     for earlier in folder.glob(f"events.out.tfevents.*{SUFFIX}"):
         earlier.unlink()
     best = 0.0
