@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,9 @@ class Evidence:
     """Tokens/s per rank over fresh rounds; None: only the one trial's is known."""
     profiled: Attempt | None = None
     """The trial of this config that shows where its step's time goes; None: none was profiled."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """`allocated_gib` and `reserved_gib`: the most of all its runs, rounds and endurance among them; the one trial's
+    where it is not given."""
 
     def to_dict(self, limits: Limits) -> dict[str, Any]:
         """Figures with their units; those that follow from throughput are scaled to `rate`."""
@@ -57,8 +61,8 @@ class Evidence:
             "mfu_causal": scaled(row.get("mfu_causal")),
             "hfu": scaled(row.get("hfu")),
             "share_of_achievable": scaled(row.get("share_of_achievable")),
-            "allocated_gib": row.get("allocated_gib"),
-            "reserved_gib": row.get("reserved_gib"),
+            "allocated_gib": self.peaks.get("allocated_gib", row.get("allocated_gib")),
+            "reserved_gib": self.peaks.get("reserved_gib", row.get("reserved_gib")),
             "timing": WHOLE if self.rate else row.get("timing") or WHOLE,
             "composed_difference": self._composed_difference(),
             "loader_sustained": row.get("loader_sustained") is not False,
@@ -176,6 +180,14 @@ def note_confirmed(run: Path, section: dict[str, Any]) -> None:
     path = run / "best.yaml"
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     write_best(path, content | {"confirmed": section})
+
+
+def is_settled(run: Path) -> bool:
+    """Whether the run has a best.yaml that says that it came to its end."""
+    try:
+        return bool(read_best(run)["complete"])
+    except UserError:
+        return False
 
 
 def read_confirmed(run: Path) -> dict[str, Any] | None:

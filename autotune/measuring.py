@@ -138,6 +138,8 @@ class Measurer:
     """By checkpointing mode, before what the attention kernel adds."""
     _tracked_bytes: dict[Knobs, int] = field(default_factory=dict)
     recalled_s: float = 0.0
+    recalled_trials: frozenset[int] = frozenset()
+    """Of the run's earlier life."""
     """While attempts of the run's earlier lives were under way, one or several."""
     _composed_step_s: dict[Knobs, float] = field(default_factory=dict)
     """A step's time as it was put together from parts, to be seen beside whole steps."""
@@ -182,6 +184,7 @@ class Measurer:
                 self._finished[key] = attempt
                 self._learn(attempt)
         self.recalled_s = covered_s(spans)
+        self.recalled_trials = frozenset(attempt.trial for attempt in self._finished.values())
         recorded = {row["trial"] for row in rows}
         for path in sorted((self.out / "logs").glob("trial-*/spec.json")):
             try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.best import Evidence, best_content, read_confirmed, write_best
+from autotune.best import Evidence, best_content, is_settled, read_confirmed, write_best
 from autotune.cluster.runner import Runner
 from autotune.diagnose import diagnose
 from autotune.endurance import NOT_RUN, PASSED, endurance_content, status_of
@@ -35,6 +35,9 @@ from trials.record import ENGINE_KNOBS, Knobs
 
 NUM_PROPOSED_FIRST = 3
 """Configs of a warm start that are measured before the search goes its own way."""
+
+
+PEAKS = ("allocated_gib", "reserved_gib")
 
 
 @dataclass
@@ -83,6 +86,10 @@ class Run:
         self._priors: list[Priors] = []
         self._profiled: dict[Knobs, Attempt] = {}
         """The latest profiled trial of each config that has one."""
+        self._peaks: dict[Knobs, dict[str, float]] = {}
+        """The most memory that each config took in any of its runs, by the history's column."""
+        self._is_settled = self.resume and is_settled(self.out)
+        """It had ended, and nothing new has been measured since: what is read again changes nothing in best.yaml."""
 
     # --- the stages -------------------------------------------------------------------------------------------
 
@@ -375,6 +382,8 @@ class Run:
             )
         if attempt.row.get("frac_compute") is not None:
             self._profiled[attempt.knobs] = attempt
+        self._note_memory(attempt)
+        self._unsettle(attempt)
         if attempt.stage in ("baseline", "explore"):
             self.search.tell(attempt.knobs, attempt.told)
             if attempt.stage == SIDE_BY_SIDE:
@@ -383,14 +392,32 @@ class Run:
             if attempt.is_feasible and (self._best is None or _rate(attempt) > _rate(self._best)):
                 self._best = attempt
                 self.measurer.rate_to_beat = _rate(attempt)
-                reference = next(one for one in self._attempts if one.outcome is Outcome.OK)
-                self._write_best(attempt, reference, complete=False)
+                if not self._is_settled:
+                    self._write_best(attempt, self._first_ok(), complete=False)
         elif attempt.outcome is not Outcome.OK and attempt.outcome not in NOT_OF_THE_CONFIG:
             self._failed_again.add(attempt.knobs)
         self.listener.trial_ended(attempt, self._best)
         if attempt is self._best:
             for finding in diagnose(attempt.row, self.study.limits)[:1]:
                 self.listener.message(f"  what bounds the best so far: {finding_line(finding.to_dict())}")
+
+    def _note_memory(self, attempt: Attempt) -> None:
+        if attempt.outcome is not Outcome.OK:
+            return
+        peaks = self._peaks.setdefault(attempt.knobs, {})
+        for name in PEAKS:
+            if attempt.row.get(name) is not None:
+                peaks[name] = max(peaks.get(name, 0.0), attempt.row[name])
+
+    def _unsettle(self, attempt: Attempt) -> None:
+        """A run that had ended goes on, with the first attempt that it did not have."""
+        if self._is_settled and attempt.trial not in self.measurer.recalled_trials:
+            self._is_settled = False
+            if self._best is not None:
+                self._write_best(self._best, self._first_ok(), complete=False)
+
+    def _first_ok(self) -> Attempt:
+        return next(one for one in self._attempts if one.outcome is Outcome.OK)
 
     def _write_best(
         self,
@@ -406,9 +433,9 @@ class Run:
         fallback = self._fallback(best)
         content = best_content(
             self.study,
-            best=Evidence(best, best_rate, self._profiled.get(best.knobs)),
-            baseline=Evidence(baseline, baseline_rate, self._profiled.get(baseline.knobs)),
-            fallback=Evidence(fallback, profiled=self._profiled.get(fallback.knobs)) if fallback else None,
+            best=self._evidence(best, best_rate),
+            baseline=self._evidence(baseline, baseline_rate),
+            fallback=self._evidence(fallback) if fallback else None,
             verdict=verdict,
             candidate=candidate.knobs if candidate else None,
             no_verdict=self._no_verdict(complete),
@@ -422,6 +449,10 @@ class Run:
         if self._confirmed is not None:
             content["confirmed"] = self._confirmed  # of earlier, and it says of which settings
         write_best(self.out / "best.yaml", content)
+
+    def _evidence(self, attempt: Attempt, rate: float | None = None) -> Evidence:
+        knobs = attempt.knobs
+        return Evidence(attempt, rate, self._profiled.get(knobs), self._peaks.get(knobs, {}))
 
     def _no_verdict(self, complete: bool) -> str:
         if not complete:

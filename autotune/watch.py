@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.best import read_best
+from autotune.best import is_settled
 from autotune.errors import UserError
 from autotune.folder import has_driver
 from autotune.history import History
@@ -88,14 +88,6 @@ class Follower:
                 yield spec
 
 
-def is_complete(run: Path) -> bool:
-    """Whether the run has come to its end, with a best.yaml that says so."""
-    try:
-        return bool(read_best(run)["complete"])
-    except UserError:
-        return False
-
-
 def follow(run: Path, viewer: Viewer, wait: bool = False, pause: Callable[[float], None] = time.sleep) -> bool:
     """Shows a run until it ends.
 
@@ -124,5 +116,5 @@ def follow(run: Path, viewer: Viewer, wait: bool = False, pause: Callable[[float
         driven = has_driver(run)  # before the look: what a driver that has ended by now wrote is seen by it
         follower.look()
         if not driven:
-            return is_complete(run)
+            return is_settled(run)
         pause(POLL_S)

@@ -13,8 +13,11 @@ import yaml
 from click.testing import CliRunner
 
 from autotune.cli import cli
-from autotune.errors import InfrastructureError, UserError
+from autotune.errors import AutotuneError, InfrastructureError, UserError
 from autotune.history import History
+from autotune.job_file import load_job
+from autotune.report.screen import LineScreen
+from autotune.rows import Attempt
 
 CLUSTER = "nodes=8 gpus=8 device='NVIDIA H100 80GB HBM3' seed=4"
 OPTIONS = ("--set", "measure.rounds=3", "--set", "cluster.nodes_per_trial=2", "--trials", "8")
@@ -175,6 +178,50 @@ def test_a_run_that_was_moved_or_copied_is_resumed_where_it_lies(finished: Path,
     assert last.exists()
     assert {path.name for path in (finished / "history").iterdir()} == before
     assert not finished.with_name("run.1").exists()
+
+
+def test_reading_a_finished_run_again_changes_nothing_in_its_result(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody resumes it through `| head`, which closes the pipe in the middle."""
+    before = (copy / "best.yaml").read_text()
+    shown = []
+
+    def closed(_screen: LineScreen, attempt: Attempt, _best: Attempt | None) -> None:
+        shown.append(attempt.trial)
+        if len(shown) == 4:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(LineScreen, "trial_ended", closed)
+    with pytest.raises(AutotuneError, match="Broken pipe"):
+        autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER)
+    assert (copy / "best.yaml").read_text() == before
+
+
+def test_a_finished_run_that_goes_on_is_unfinished_until_its_end(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    def look(_screen: LineScreen, attempt: Attempt, _best: Attempt | None) -> None:
+        said.append((attempt.trial, yaml.safe_load((copy / "best.yaml").read_text())["complete"]))
+
+    monkeypatch.setattr(LineScreen, "trial_ended", look)
+    had = {row["trial"] for row in rows_of(copy)}
+    budget = load_job(str(copy / "job.yaml")).budget.trials or 0
+    more = ("--set", f"budget.trials={budget + 3}")
+    autotune("run", str(copy / "job.yaml"), "--resume", "--simulate", CLUSTER, *more)
+    new = [is_complete for trial, is_complete in said if trial not in had]
+    assert new
+    assert not any(new)
+    assert yaml.safe_load((copy / "best.yaml").read_text())["complete"]
+
+
+def test_memory_is_the_most_of_all_runs_of_a_config(finished: Path) -> None:
+    best = yaml.safe_load((finished / "best.yaml").read_text())
+    for config, settings in ((best["evidence"], best["settings"]), (best["baseline"], best["baseline"]["settings"])):
+        runs = [row for row in rows_of(finished) if row["outcome"] == "ok" and row["knobs"] == settings]
+        assert len(runs) > 3
+        for name in ("allocated_gib", "reserved_gib"):
+            assert config[name] == max(row[name] for row in runs)
 
 
 def test_a_simulated_run_goes_on_neither_for_real_nor_on_another_cluster(copy: Path) -> None:
