@@ -6,13 +6,13 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from trials.probe_log import RankLog, read_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -92,12 +92,6 @@ def prepare(folder: Path, **request: Any) -> dict[str, str]:
     return {"AUTOTUNE_PROBE": str(folder / "request.json")}
 
 
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-
 def run(
     tmp_path: Path,
     command: list[str],
@@ -125,7 +119,7 @@ def run(
     own: list[dict[str, str]] = [{}]
     if by_rank:
         world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "trial"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "trial"}
         own = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     files = [folder / f"log{index}" for index in range(len(own))]
     if zygote is not None:

@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from autotune.export import Best, export
+from tests.ports import free_port
 from trials.probe_log import differences
 from trials.record import Knobs
 
 from .exported import check
-from .harness import Run, free_port, run
+from .harness import Run, run
 from .scripts.toy import NUM_PARAMETERS, SEQ_LEN
 
 pytest.importorskip("accelerate")
@@ -53,7 +54,7 @@ def accelerate_launch(tmp_path: Path, case: str, *options: str, **request: Any) 
     knobs = tuned.knobs
     script = ["{scripts}/accelerated.py", "--mbs", str(knobs.micro_batch_size), "--accum", str(knobs.grad_accum_steps)]
     loader = ["--workers", str(knobs.num_workers), "--prefetch", str(knobs.prefetch_factor or 2)]
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(path), "--main_process_port", free_port()]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(path), "--main_process_port", str(free_port())]
     command = [*launcher, "{probe}", *script, *loader, *options]
     return run(tmp_path, command, by_rank=False, **request), tuned, exported.lost
 

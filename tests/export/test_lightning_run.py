@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autotune.export import Best, export
+from tests.ports import free_port
 from trials import wrap
 from trials.record import Knobs
 
@@ -53,11 +53,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             (folder / name / file_name).write_text(text)
         lines = [line for need in exported.lost.values() for line in re.findall("`(def [^`]*)`", need)]
         (folder / name / "lines.py").write_text("\n".join(lines))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     elastic = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "GROUP_RANK": "0"}
-    return run_ranks("lightning_rank", folder, WORLD_SIZE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **elastic)
+    return run_ranks(
+        "lightning_rank", folder, WORLD_SIZE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **elastic
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from autotune.export import Best, export
 from autotune.export.plain import SNIPPET_NAME
 from autotune.export.transformers import FILE_NAME
+from tests.ports import free_port
 from trials.record import Knobs
 
 from .conftest import run_ranks
@@ -94,10 +94,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (folder / f"{name}.yaml").write_text(text + yaml.safe_dump(own))
         (folder / f"{name}.lines").write_text(lines)
     (folder / SNIPPET_NAME).write_text(export("plain", settings("fsdp1_grouped")).files[SNIPPET_NAME])
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    return run_ranks("trainer_rank", folder, WORLD_SIZE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return run_ranks("trainer_rank", folder, WORLD_SIZE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from autotune.cluster.processes import ExecLauncher, kill_groups
-from tests.ranks.harness import WAIT_S, Gang, free_port, make_spec, rank_env, show_logs
+from tests.ports import free_port
+from tests.ranks.harness import WAIT_S, Gang, make_spec, rank_env, show_logs
 from trials.models import DecoderWorkload
 from trials.record import KNOB_NAMES, PYTHON_STDLIB, Knobs, Measure, RankReport, TrialSpec, unit_cap_mb
 from trials.wrap import block_mib

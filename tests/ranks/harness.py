@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from autotune.cluster.processes import ForkLauncher, kill_groups
+from tests.ports import free_port
 from trials.outcome import Outcome, RankEnd, combine
 from trials.record import Knobs, Measure, RankReport, TrialSpec
 
@@ -59,12 +59,6 @@ def rank_env(rank: int, world_size: int, port: int, num_threads: int = 1) -> dic
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(num_threads),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def show_logs(logs: Sequence[Path]) -> str:
