@@ -179,7 +179,7 @@ def _why_no_saving(best: Mapping[str, Any]) -> str:
         return f"on {confirmed['world_size']} ranks the {confirmed['held']} held, and not the best: {confirmed['why']}"
     if gain["low"] <= 1:
         low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
-        return f"the gain's 95 % interval, {low} to {high}, includes none"
+        return f"the gain's 95 % interval, {low} to {high}, includes zero"
     return ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.report.text import drift_words
 from autotune.rows import Limits
 from trials.breakdown import FRACTIONS, Breakdown
 
@@ -57,11 +58,11 @@ def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
     """
     if row.get("outcome") != "ok":
         return []
-    first = [*_scores(row), *_memory(row, limits), *_doubts(row)]
+    first, doubts = [*_scores(row), *_memory(row, limits)], list(_doubts(row))
     read = [Breakdown.read(rank) for rank in row.get("rank_breakdowns") or []]
     ranks = [rank for rank in read if rank is not None]
     if not ranks or len(ranks) < len(read):
-        return first + list(_loader_timer(row))
+        return [*first, *_loader_timer(row), *doubts]
     parts = {name: row[f"frac_{name}"] for name in FRACTIONS}
     found = [
         *_data(ranks),
@@ -73,7 +74,7 @@ def diagnose(row: dict[str, Any], limits: Limits) -> list[Finding]:
         *_compute(parts, row),
     ]
     found.sort(key=lambda finding: finding.upper_bound or 0.0, reverse=True)
-    return first + (found or [_nothing_over_a_threshold(parts)])
+    return first + (found or [_nothing_over_a_threshold(parts)]) + doubts
 
 
 def _scores(row: dict[str, Any]) -> Iterator[Finding]:
@@ -116,7 +117,7 @@ def _doubts(row: dict[str, Any]) -> Iterator[Finding]:
     if abs(drift) > DRIFT:
         yield Finding(
             "drifting",
-            f"steps of the second half of the timed blocks took {100 * drift:+.0f} % against those of the first",
+            f"steps of the second half of the timed blocks took {drift_words(drift)} time than the first",
             None,
             ("more measure.warmup_steps", "a machine with nothing else on it", "measuring it again"),
         )

@@ -13,7 +13,7 @@ from autotune.report.text import count, differences, finding_line, gib, mfu_labe
 from autotune.stages import OF_NO_RUN
 from trials.breakdown import FRACTIONS
 
-MAX_LINES, WIDTH = 12, 99
+MAX_LINES, WIDTH = 12, 240
 LEAST_SHOWN = 0.02
 """Of a step; less is not worth a word here."""
 
@@ -26,7 +26,7 @@ def brief_lines(run: Path, best: Mapping[str, Any] | None, rows: Sequence[Mappin
         rows: of its history.
 
     Returns:
-        At most 12 lines of at most 99 printable characters.
+        At most 12 lines of at most 240 printable characters: what takes longer is cut, commands hardly ever.
     """
     if best is None and rows and all(row["stage"] in OF_NO_RUN for row in rows):
         return [_plain(f"{run}: nothing was tuned here, but {count(len(rows), 'attempt')} made by measure or scale")]
@@ -95,6 +95,8 @@ def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
     if confirmed := best.get("confirmed"):
         ranks = count(confirmed["world_size"], "rank")
         return f"on {ranks} the {confirmed['held']} held; `autotune export {run} --to {target} --confirmed` writes it"
+    if best["fingerprint"].get("simulated"):
+        return f"`autotune export {run} --to {target}`, to see the form of it: nothing was measured"
     return f"`autotune export {run} --to {target}`, then `autotune confirm {run} -- COMMAND` on the real ranks"
 
 

@@ -132,6 +132,11 @@ def finding_line(finding: dict[str, Any]) -> str:
     )
 
 
+def drift_words(drift: float) -> str:
+    """`12 % more`, `3 % less`."""
+    return f"{abs(100 * drift):.0f} % {'more' if drift > 0 else 'less'}"
+
+
 def count(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -56,7 +56,7 @@ class Step:
     label: str
     worth: Worth
     note: str = ""
-    """Why several changes are one step; empty if it is one."""
+    """Why several changes are one step, or what this one does not run without; empty if neither is so."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,10 @@ class _Reading:
                 why.append(f"without {self.label(order[number])}: {self.problems.get(key, 'not measured')}")
                 is_complete &= key in self.problems
                 continue
+            alone = Key(waiting)
+            if before and alone in self.problems:  # those before are what it needs, however little they gain
+                needed = ", ".join(self.label(change) for change in order[: len(before)])
+                why.append(f"without {needed}: {self.problems[alone]}")
             weights = {key: 1.0, before: -1.0}
             label = " + ".join(self.label(change) for change in waiting)
             found.append((Step(tuple(waiting), label, self.worth(weights), "; ".join(why)), weights))

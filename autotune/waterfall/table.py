@@ -17,7 +17,7 @@ def print_waterfall(console: Console, made: Waterfall, peak_source: str) -> None
     """From the baseline to the winner, and what each change is worth by itself."""
     title = "Waterfall" + (", SIMULATED" if made.simulated else "") + ("" if made.is_complete else " (not complete)")
     console.print(_table(title, made, peak_source))
-    notes = [f"{step.label}: one step; {step.note}" for step in _bars(made) if step.note]
+    notes = [f"{step.label}: {'one step; ' * (len(step.changes) > 1)}{step.note}" for step in _bars(made) if step.note]
     if len(made.alone) > 1:
         notes.append("Each change by itself, on the baseline:")
         beyond = "" if all(one.worth for one in made.alone) else " (with what does not run alone)"
@@ -30,7 +30,7 @@ def print_waterfall(console: Console, made: Waterfall, peak_source: str) -> None
         notes.append(f"  interactions, the total less their sum{beyond}: {together} tokens/s")
     low, high = (f"{100 * end:+.1f} %" if end is not None else "-" for end in (made.gain.low, made.gain.high))
     notes.append(
-        f"Winner against baseline: {100 * made.gain.value:+.1f} % (95 % interval {low} to {high}), "
+        f"Best against baseline: {100 * made.gain.value:+.1f} % (95 % interval {low} to {high}), "
         f"{count(made.num_rounds, 'interleaved round')}"
     )
     for note in notes:
@@ -52,7 +52,7 @@ def _table(title: str, made: Waterfall, peak_source: str) -> Table:
     if made.not_measurable is not None:
         label = f"not measurable: {made.not_measurable.label}"
         table.add_row(Text(printable(label), style="dim"), *_changes(made.not_measurable.worth))
-    table.add_row("winner", *_levels(made.winner), style="bold")
+    table.add_row("best", *_levels(made.winner), style="bold")
     return table
 
 

@@ -13,12 +13,12 @@ from autotune.best import read_best
 from autotune.cli import cli
 from autotune.errors import UserError
 from autotune.history import History
-from autotune.report.brief import MAX_LINES, brief_lines
+from autotune.report.brief import MAX_LINES, WIDTH, brief_lines
 
 
 def check_form(lines: list[str]) -> None:
     assert 0 < len(lines) <= MAX_LINES == 12
-    assert all(len(line) < 100 and line.isprintable() for line in lines)
+    assert all(len(line) <= WIDTH and line.isprintable() for line in lines)
     assert not any(0x2500 <= ord(char) < 0x2600 for line in lines for char in line), "no box characters"
 
 
@@ -71,7 +71,7 @@ def test_hostile_words_keep_the_form(simulated_run: Path, hostile: str) -> None:
     best["evidence"]["bottlenecks"][0]["evidence"] = hostile
     lines = brief_lines(Path(hostile or "."), best, [])
     assert 0 < len(lines) <= MAX_LINES
-    assert all(len(line) < 100 and line.isprintable() for line in lines)
+    assert all(len(line) <= WIDTH and line.isprintable() for line in lines)
 
 
 def test_it_stands_alone(simulated_run: Path) -> None:

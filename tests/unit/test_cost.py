@@ -94,8 +94,8 @@ def test_a_closer_look_afterwards_is_no_cost_of_the_tuning() -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (best(1.02, low=0.99), "-1.0 % to +5.0 %, includes none"),
-        (best(1.02, low=1.0), "includes none"),
+        (best(1.02, low=0.99), "-1.0 % to +5.0 %, includes zero"),
+        (best(1.02, low=1.0), "includes zero"),
         (best(complete=False), "has not ended"),
         (best() | {"gain": None}, "keep your baseline"),
         (

@@ -128,6 +128,17 @@ def test_a_step_that_runs_out_of_memory_merges_with_the_next() -> None:
     check_sums(found)
 
 
+def test_what_runs_only_on_top_of_others_names_them_however_little_they_gain() -> None:
+    found = waterfall(make_rows({"a": 1.0, "b": 1.5}, noise=0.01, fails=(frozenset("b"),)))
+    assert found is not None
+    (step,) = found.steps
+    assert step.changes == ("b",)
+    assert step.note.startswith("without ")
+    assert ": oom_device in trial " in step.note
+    assert found.not_measurable is not None
+    assert found.not_measurable.changes == ("a",)
+
+
 def test_gains_under_their_interval_are_one_bar() -> None:
     found = waterfall(make_rows({"a": 1.5, "b": 1.001, "c": 0.999}, noise=0.02))
     assert found is not None

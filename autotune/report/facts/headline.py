@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autotune.cost import EXPLAINED, spent_hours
 from autotune.folder import resume_command
 from autotune.loaded import LoadedRun
 from autotune.report.text import SIMULATED, count, loader_advice
@@ -44,6 +45,10 @@ class Headline:
     notes: list[str]
     num_configs_tried: int
     num_out_of_memory: int
+    tuning_hours: float
+    """Hours x ranks of all attempts that led to the config, or confirmed it."""
+    explaining_hours: float
+    """Of those that a waterfall or a scaling measured afterwards."""
     confirmed: dict[str, Any] | None
     """What `autotune confirm` found last, on the real run's ranks; null: it has not run."""
 
@@ -64,6 +69,8 @@ def headline(run: LoadedRun) -> Headline:
         notes=_notes(run),
         num_configs_tried=len(tried),
         num_out_of_memory=len({attempt.knobs for attempt in searched if attempt.outcome in OUT_OF_MEMORY}),
+        tuning_hours=spent_hours(attempt.row for attempt in run.attempts if attempt.stage not in EXPLAINED),
+        explaining_hours=spent_hours(attempt.row for attempt in run.attempts if attempt.stage in EXPLAINED),
         confirmed=best["confirmed"] if best else None,
     )
 

@@ -15,7 +15,7 @@ from autotune.report.facts import Summary
 from autotune.report.facts.configs import Config
 from autotune.report.facts.environment import Environment
 from autotune.report.facts.trials import shown
-from autotune.report.text import SHORT_NAMES, count, duration, gib, mfu_label, percent, rate
+from autotune.report.text import SHORT_NAMES, count, drift_words, duration, gib, mfu_label, percent, rate
 
 
 def signed_percent(fraction: float | None) -> str:
@@ -87,6 +87,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "points": unbroken(points),
     "amount": amount,
     "count": count,
+    "drift": unbroken(drift_words),
     "duration": duration,
     "gib": unbroken(gib),
     "hours": hours,
