@@ -14,7 +14,7 @@ import click
 from autotune.best import read_best
 from autotune.confirm.tuned import refuse_other_keys
 from autotune.errors import InfrastructureError, UserError
-from autotune.folder import resume_command, sole_driver
+from autotune.folder import has_driver, resume_command, sole_driver
 from autotune.history import History
 from autotune.job import Job
 from autotune.job_file import load_job
@@ -57,12 +57,16 @@ def read_ended(folder: Path, overrides: tuple[str, ...] = ()) -> Ended:
         raise UserError(f"{folder}: no such folder", "give the folder of a run: its job's `output`")
     content, study = read_best(folder), read_study_file(folder)
     if not content["complete"]:
-        raise UserError(
-            f"{folder}: its run has not ended, so there is no winner yet",
-            f"let it end first: {resume_command(folder, study.simulated)}",
-        )
+        raise UserError(f"{folder}: its run has not ended, so there is no winner yet", to_its_end(folder, study))
     refuse_other_keys(overrides)
     return Ended(folder.absolute(), content, study, load_job(str(folder / "job.yaml"), overrides))
+
+
+def to_its_end(folder: Path, study: StudyFile) -> str:
+    """What to do about a run that has not ended."""
+    if has_driver(folder.absolute()):
+        return f"it is at work: wait for its end (`autotune watch {folder}` shows it)"
+    return f"let it end first: {resume_command(folder, study.simulated)}"
 
 
 def mean_trial_s(rows: Iterable[dict[str, Any]]) -> float | None:

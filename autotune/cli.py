@@ -234,6 +234,7 @@ def _run(
 
     from autotune.best import read_best
     from autotune.report.tables import print_best
+    from autotune.report.text import is_kept
     from autotune.run import Run
     from autotune.waterfall.command import explained, show_waterfall
 
@@ -254,10 +255,12 @@ def _run(
     print_best(console, read_best(out))
     show_waterfall(console, made, read_best(out))
     target = "command" if loaded.trainer is not None else loaded.export_for or "plain"
+    kept = is_kept(read_best(out))
+    then = f"show {_shown(out)}" if kept else f"export {_shown(out)} --to {target}"
     lines = (
         f"{result.num_trials} configs tried, {result.num_out_of_memory} ran out of memory; "
         f"{result.elapsed_s / 60:.1f} {'simulated ' if simulate else ''}min. History: {_shown(out)}/history",
-        f"next: {_command()} export {_shown(out)} --to {target}",
+        f"next: {_command()} {then}",
     )
     for line in lines:
         click.echo(printable(line))

@@ -38,7 +38,7 @@ def sole_driver(out: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         raise UserError(
-            f"{out}: another autotune is running into this folder", "wait for it, or give another folder by --output"
+            f"{out}: another autotune is running into this folder", "wait for it to end, or work in another folder"
         ) from None
     except (OSError, ValueError) as error:  # a root has no name, and a name no zero byte
         reason = getattr(error, "strerror", None) or error

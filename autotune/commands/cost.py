@@ -60,7 +60,7 @@ def cost(
     try:
         found = training_cost(best, rows, asked)
     except ValueError as error:
-        raise UserError(str(error), "`autotune cost --help` shows each option with an example") from error
+        raise UserError(str(error), "`autotune cost --help` says what each option takes") from error
     if as_json:
         click.echo(json.dumps(json_safe(found.to_dict() | {"notes": found.notes()})))
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.errors import printable
 from autotune.folder import resume_command
-from autotune.report.text import count, differences, finding_line, gib, mfu_label, percent, rate
+from autotune.report.text import count, differences, finding_line, gib, mfu_label, noise_advice, percent, rate
 from autotune.stages import OF_NO_RUN
 from trials.breakdown import FRACTIONS
 
@@ -90,7 +90,8 @@ def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
         again = resume_command(run, best["fingerprint"].get("simulated_cluster") or "")
         return f"it has not ended; `autotune watch {run}` if it runs, `{again}` if not"
     if is_kept:
-        return f"keep your baseline; `autotune show {run}` has all that was tried"
+        advice = noise_advice(dict(best))
+        return advice or f"keep your baseline; `autotune show {run}` has all that was tried"
     target = "plain" if best["settings"]["custom"] is None else "command"
     if confirmed := best.get("confirmed"):
         ranks = count(confirmed["world_size"], "rank")

@@ -158,7 +158,9 @@ def _point(attempt: Attempt) -> str:
     """Of a scaling: whose and where."""
     if attempt.stage != SCALE:
         return ""
-    return f"{attempt.row.get('role')} on {count(attempt.row['world_size'], 'rank')}: "
+    ranks, knobs = attempt.row["world_size"], attempt.knobs
+    batch = knobs.micro_batch_size * knobs.grad_accum_steps * ranks // knobs.model_parallel_ranks
+    return f"{attempt.row.get('role')} on {count(ranks, 'rank')}, batch {batch}: "
 
 
 def _cells(attempt: Attempt, best: Attempt | None, settings: str) -> dict[str, str]:

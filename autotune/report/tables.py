@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +17,10 @@ from autotune.report.text import (
     count,
     differences,
     gib,
+    is_kept,
     loader_advice,
     mfu_label,
+    noise_advice,
     percent,
     rate,
     timing,
@@ -57,7 +59,8 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
     gain = best["gain"]
     if gain:
         low, high = (f"{100 * (gain[key] - 1):+.1f} %" for key in ("low", "high"))
-        table.add_row("gain, 95 % interval", "", f"{100 * (gain['ratio'] - 1):+.1f} % ({low} to {high})")
+        whose = "gain of the config compared" if is_kept(best) else "gain"
+        table.add_row(f"{whose}, 95 % interval", "", f"{100 * (gain['ratio'] - 1):+.1f} % ({low} to {high})")
     table.add_section()
     usual = baseline["settings"].get("custom") or {}
     own = [(name, value(ours), value(usual.get(name))) for name, ours in (best["settings"].get("custom") or {}).items()]
@@ -70,18 +73,28 @@ def print_best(console: Console, best: dict[str, Any]) -> None:
         ours, theirs = (value(setting) for setting in settings)
         table.add_row(name, Text(theirs), Text(ours, style="bold" if ours != theirs else ""))
     console.print(table)
+    for line in _below(best):
+        console.print(line, soft_wrap=True)
+
+
+def _below(best: dict[str, Any]) -> Iterator[Text]:
+    """What bounds the configs, the verdict, and what to know of it."""
+    baseline, evidence = best["baseline"], best["evidence"]
     shown = {"baseline": baseline} | ({"best": evidence} if evidence["trial"] != baseline["trial"] else {})
     for name, figures in shown.items():
         for line in [*timing_lines(name, figures), *bottleneck_lines(name, figures)]:
-            console.print(Text(line), soft_wrap=True)
-    console.print(Text(f"Verdict: {value(best['verdict'])}", style="bold"), soft_wrap=True)
+            yield Text(line)
+    yield Text(f"Verdict: {value(best['verdict'])}", style="bold")
+    if best["gain"] and is_kept(best):
+        compared = differences(best["gain"]["settings"], baseline["settings"])
+        yield Text(f"Compared with the baseline, the fastest in the search: {compared}")
     for line in endurance_lines(best["endurance"]) if best.get("endurance") else []:
-        console.print(Text(line), soft_wrap=True)
+        yield Text(line)
     if best.get("confirmed"):
-        console.print(Text(confirmed_line(best["confirmed"])), soft_wrap=True)
-    advice = loader_advice(best)
-    if advice:
-        console.print(Text(advice), soft_wrap=True)
+        yield Text(confirmed_line(best["confirmed"]))
+    for advice in (noise_advice(best), loader_advice(best)):
+        if advice:
+            yield Text(advice)
 
 
 def confirmed_line(confirmed: dict[str, Any]) -> str:
@@ -105,7 +118,8 @@ def _figures(baseline: dict[str, Any], best: dict[str, Any], conventions: dict[s
         ("peak reserved per rank", gib(baseline["reserved_gib"]), gib(best["reserved_gib"])),
         ("memory limit per rank", limit, limit),
     ]
-    return [row for row in found if row[1:] != ("-", "-")]  # a trainer of one's own has some that nobody knows
+    # A trainer of one's own has some that nobody knows; that no MFU is known is worth a row.
+    return [row for row in found if row[0] == label or row[1:] != ("-", "-")]
 
 
 NARROW = 120

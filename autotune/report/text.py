@@ -49,6 +49,26 @@ def loader_advice(best: dict[str, Any]) -> str | None:
     return f"{said}: num_workers and prefetch_factor are no advice, keep your own."
 
 
+TOO_WIDE = 1.2
+"""Upper over lower end of a gain's interval, from which the rounds themselves tell little."""
+
+
+def noise_advice(best: dict[str, Any]) -> str | None:
+    """What to do where the rounds differ so much that nothing could be told; None if they do not."""
+    gain = best["gain"]
+    if not gain or not gain["low"] <= 1 <= gain["high"] or gain["high"] < TOO_WIDE * gain["low"]:
+        return None
+    return (
+        "The rounds differ too much among themselves to tell: measure again on a machine with nothing else on it, or "
+        "with more measure.rounds."
+    )
+
+
+def is_kept(best: dict[str, Any]) -> bool:
+    """Whether the config to use is the baseline's own."""
+    return bool(best["settings"] == best["baseline"]["settings"])
+
+
 def json_safe(content: Any) -> Any:
     """`content` with null where JSON has no number: NaN and the infinities."""
     if isinstance(content, dict):

@@ -149,7 +149,10 @@ def scaling(
     if not points:
         return None
     largest = max((point.world_size for point in points if point.num_runs), default=0)
-    ranked = next((m for m in MODES if any(p.mode == m and p.world_size == largest for p in points)), STRONG)
+    curves = {point.mode for point in points if point.efficiency is not None}
+    ranked = next((mode for mode in MODES if mode in curves), STRONG)
+    # Those that ran on one number of ranks alone stand with the curves that there are.
+    points = [point if point.mode in curves else dataclasses.replace(point, mode=ranked) for point in points]
     return Scaling(
         points=tuple(sorted(points, key=lambda point: (_order(point.role), point.mode, point.world_size))),
         ranking=_ranking(by_mode[ranked], largest),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from autotune.best import read_best
 from autotune.cli import cli
 from autotune.errors import UserError
 from autotune.history import History
 from autotune.report.brief import MAX_LINES, WIDTH, brief_lines
+from autotune.report.tables import print_best
 
 
 def check_form(lines: list[str]) -> None:
@@ -43,6 +45,20 @@ def test_a_kept_baseline_and_an_unfinished_run_say_so(simulated_run: Path) -> No
     assert any("next: keep your baseline" in line for line in brief_lines(simulated_run, kept, []))
     unfinished = brief_lines(Path("runs/x"), best | {"complete": False}, [])
     assert any("--resume" in line for line in unfinished)
+
+
+def test_rounds_too_noisy_to_tell_are_said_to_be_so(simulated_run: Path) -> None:
+    best = read_best(simulated_run)
+    base = best["baseline"]["settings"]
+    gain = best["gain"] | {"ratio": 1.01, "low": 0.71, "high": 1.45}
+    noisy = best | {"settings": base, "evidence": best["baseline"], "gain": gain}
+    assert "measure again on a machine with nothing else" in brief_lines(simulated_run, noisy, [])[-1]
+    close = noisy | {"gain": gain | {"low": 0.99, "high": 1.03}}
+    assert "keep your baseline" in brief_lines(simulated_run, close, [])[-1]
+    console = Console(record=True, width=200, quiet=True)
+    print_best(console, noisy)
+    for said in ("gain of the config compared, 95 % interval", "Compared with the baseline, the fastest", "to tell"):
+        assert said in console.export_text(clear=False)
 
 
 def test_what_was_confirmed_is_said_instead_of_asked_for(simulated_run: Path) -> None:

@@ -66,7 +66,7 @@ def configs(run: LoadedRun) -> list[Config]:
     found = [_config(run, "baseline", best["baseline"])]
     if best["settings"] != best["baseline"]["settings"]:
         found.append(_config(run, "best", best["evidence"] | {"settings": best["settings"]}))
-    if best["fallback"]:
+    if best["fallback"] and best["fallback"]["settings"] != best["baseline"]["settings"]:
         found.append(_config(run, "fallback", best["fallback"]))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from autotune.cost import EXPLAINED, spent_hours
 from autotune.folder import resume_command
 from autotune.loaded import LoadedRun
-from autotune.report.text import SIMULATED, count, loader_advice
+from autotune.report.text import SIMULATED, count, loader_advice, noise_advice
 from autotune.stages import OF_NO_RUN
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
@@ -109,5 +109,5 @@ def _notes(run: LoadedRun) -> list[str]:
         said.append(f"On the real run's {ranks} the {confirmed['held']} held, and not the best: {confirmed['why']}")
     if run.unreadable:
         said.append(f"{count(len(run.unreadable), 'file or row')} of the folder could not be used; listed at the end")
-    advice = loader_advice(run.best) if run.best else None
-    return said + ([advice] if advice else [])
+    advice = [noise_advice(run.best), loader_advice(run.best)] if run.best else []
+    return said + [line for line in advice if line]

@@ -116,4 +116,4 @@ def _cost(run: LoadedRun, rows: list[dict[str, Any]], asked: Assumptions | None)
     try:
         return training_cost(run.best, rows, asked)
     except ValueError as error:
-        raise UserError(str(error), "`autotune report --help` shows each option with an example") from error
+        raise UserError(str(error), "`autotune report --help` says what each option takes") from error
