@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.cost import EXPLAINED, spent_hours
+from autotune.endurance import endurance_lines
 from autotune.folder import resume_command
 from autotune.loaded import LoadedRun
 from autotune.report.text import SIMULATED, count, loader_advice, noise_advice
@@ -49,6 +50,8 @@ class Headline:
     """Hours x ranks of all attempts that led to the config, or confirmed it."""
     explaining_hours: float
     """Of those that a waterfall or a scaling measured afterwards."""
+    endurance: list[str]
+    """What became of the best config's longer run."""
     confirmed: dict[str, Any] | None
     """What `autotune confirm` found last, on the real run's ranks; null: it has not run."""
 
@@ -71,6 +74,7 @@ def headline(run: LoadedRun) -> Headline:
         num_out_of_memory=len({attempt.knobs for attempt in searched if attempt.outcome in OUT_OF_MEMORY}),
         tuning_hours=spent_hours(attempt.row for attempt in run.attempts if attempt.stage not in EXPLAINED),
         explaining_hours=spent_hours(attempt.row for attempt in run.attempts if attempt.stage in EXPLAINED),
+        endurance=endurance_lines(best["endurance"]) if best and best.get("endurance") else [],
         confirmed=best["confirmed"] if best else None,
     )
 
