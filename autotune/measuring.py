@@ -23,7 +23,7 @@ from autotune.stages import ENDURANCE, OF_A_RUN, PROFILED_STAGES, SCALE, SIDE_BY
 from autotune.trainer.order import TIMED_SHARE, make_order
 from trials.files import write_whole
 from trials.outcome import INFRASTRUCTURE, NOT_OF_THE_CONFIG, Outcome
-from trials.record import TRAINER, Knobs, Measure, TrialSpec
+from trials.record import COMPOSED_WARMUP_STEPS, TRAINER, Knobs, Measure, TrialSpec
 
 MET_BY_NOTHING = 1e-9
 """A relative confidence interval that no trial reaches."""
@@ -433,7 +433,10 @@ class Measurer:
     def _learn(self, attempt: Attempt) -> None:
         is_reference = attempt.knobs == self.reference if self.reference else attempt.stage == "baseline"
         if is_reference and attempt.outcome is Outcome.OK:
-            self._reference_losses = list(attempt.row.get("losses") or [])
+            # Of a composed trial only the first steps are whole; a scaling's baseline may be one.
+            num_whole = min(self.study.job.measure.warmup_steps, COMPOSED_WARMUP_STEPS) + 1
+            losses = list(attempt.row.get("losses") or [])
+            self._reference_losses = losses[:num_whole] if attempt.is_composed else losses
         hardware, allocated = attempt.row.get("hardware_flops_per_token"), attempt.row.get("allocated_gib")
         if attempt.is_composed and attempt.outcome is Outcome.OK:
             self._composed_step_s[attempt.knobs] = attempt.row["step_time_s"]

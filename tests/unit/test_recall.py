@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autotune.cluster.gang import GangResult
 from autotune.errors import UserError
 from autotune.hardware import Peak
 from autotune.history import History
@@ -23,7 +24,8 @@ from autotune.rows import Limits, ModelFacts, Study
 from autotune.survey import load_survey
 from tests.unit.conftest import make_job, make_space
 from tests.unit.test_history import row
-from trials.record import Knobs, TrialSpec
+from trials.outcome import Outcome
+from trials.record import Knobs, RankReport, TrialSpec
 
 RUNNER: Any = SimpleNamespace(world_size=2, device="cpu", simulated="")
 OK = {"reserved_gib": 0.1, "alloc_retries": 0, "hosts": ["a", "a"]}
@@ -227,3 +229,22 @@ def test_a_study_that_is_not_ours_is_refused(tmp_path: Path, content: Any) -> No
 def test_a_study_of_other_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="measured on 4 ranks, now 2"):
         survey(tmp_path, CONTENT | {"world_size": 4})
+
+
+@pytest.mark.parametrize("timing", ["whole", "composed"])
+def test_losses_are_compared_where_the_references_steps_are_whole(measurer: Measurer, timing: str) -> None:
+    """A composed trial goes on in short steps, which see other samples: a scaling's baseline may be one."""
+    measurer.reference = make_space().baseline
+    losses = {"losses": [5.0, 4.0, 3.0, 3.5], "timing": timing, "step_time_s": 1.0, "step_parts_s": {"body": 1.0}}
+    History(measurer.out / "history").append(row(0, **OK | losses))
+    assert measurer.recall() == []
+    spec = order(measurer, 1)
+    assert spec.num_warmup_steps + 1 > 3, "whole steps of the one that is compared"
+
+    def outcome(found: list[float]) -> str:
+        result: Any = GangResult(Outcome.OK, "", None, {0: RankReport(rank=0, losses=found)}, ["a"], 0.0, 0.0)
+        return str(measurer._compared(spec, result).outcome)
+
+    assert outcome([5.0, 4.0, 3.0]) == "ok"
+    assert outcome([5.0, 4.1, 3.0]) == "wrong_numerics"
+    assert outcome([5.0, 4.0, 2.9]) == ("wrong_numerics" if timing == "whole" else "ok")
