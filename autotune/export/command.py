@@ -10,7 +10,7 @@ from autotune.best import left_to_the_trainer, read_best, to_exportable
 from autotune.errors import UserError
 from autotune.export import Best, Exported, export, exporter
 from autotune.folder import resume_command
-from autotune.report.text import count, rate
+from autotune.report.text import count, is_kept, rate
 from autotune.trainer.exported import TARGET as COMMAND
 from autotune.trainer.exported import export_command
 from trials.record import Knobs
@@ -87,7 +87,7 @@ def _of_the_run(content: dict[str, Any]) -> list[str]:
     said = []
     if not content["complete"]:
         said.append("the run has not ended: this is the best config so far, compared with nothing")
-    elif content["settings"] == content["baseline"]["settings"]:
+    elif is_kept(content):
         said.append("nothing beat the baseline: these are its settings")
     return said
 

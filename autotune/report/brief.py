@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.errors import printable
 from autotune.folder import resume_command
-from autotune.report.text import count, differences, finding_line, gib, mfu_label, noise_advice, percent, rate
+from autotune.report.text import count, differences, finding_line, gib, is_kept, mfu_label, noise_advice, percent, rate
 from autotune.stages import OF_NO_RUN
 from trials.breakdown import FRACTIONS
 
@@ -37,26 +37,26 @@ def brief_lines(run: Path, best: Mapping[str, Any] | None, rows: Sequence[Mappin
         lines += _wrapped(str(last["reason"]), 3) if last and last["reason"] else []
         return [_plain(line) for line in lines]
     baseline, evidence = best["baseline"], best["evidence"]
-    is_kept = best["settings"] == baseline["settings"]
+    kept = is_kept(best)
     lines = [
         _title(run, best),
         *_wrapped(f"verdict: {best['verdict']}", 2),
         f"baseline: {_figures(baseline, best)}",
-        "best: the baseline" if is_kept else f"best: {_figures(evidence, best)}",
+        "best: the baseline" if kept else f"best: {_figures(evidence, best)}",
     ]
-    if not is_kept:
+    if not kept:
         lines += _wrapped(f"best differs by: {differences(best['settings'], baseline['settings'])}", 2)
     lines += [
         f"a step of {name}: {shares}"
-        for name, figures in (("baseline", baseline), ("best", {} if is_kept else evidence))
+        for name, figures in (("baseline", baseline), ("best", {} if kept else evidence))
         if (shares := _shares(figures))
     ]
     lines += [
         f"what bounds {name}: {finding_line(finding)}"
-        for name, figures in [("baseline" if is_kept else "best", evidence)]
+        for name, figures in [("baseline" if kept else "best", evidence)]
         for finding in (figures.get("bottlenecks") or [])[:1]
     ]
-    lines += _wrapped(f"next: {_next(run, best, is_kept)}", 2)
+    lines += _wrapped(f"next: {_next(run, best)}", 2)
     return [_plain(line) for line in lines[:MAX_LINES]]
 
 
@@ -85,13 +85,12 @@ def _shares(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {percent(share)}" for share, name in known)
 
 
-def _next(run: Path, best: Mapping[str, Any], is_kept: bool) -> str:
+def _next(run: Path, best: Mapping[str, Any]) -> str:
     if not best["complete"]:
         again = resume_command(run, best["fingerprint"].get("simulated_cluster") or "")
         return f"it has not ended; `autotune watch {run}` if it runs, `{again}` if not"
-    if is_kept:
-        advice = noise_advice(dict(best))
-        return advice or f"keep your baseline; `autotune show {run}` has all that was tried"
+    if is_kept(best):
+        return noise_advice(best) or f"keep your baseline; `autotune show {run}` has all that was tried"
     target = "plain" if best["settings"]["custom"] is None else "command"
     if confirmed := best.get("confirmed"):
         ranks = count(confirmed["world_size"], "rank")

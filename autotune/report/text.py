@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from autotune.errors import printable
@@ -53,7 +54,7 @@ TOO_WIDE = 1.2
 """Upper over lower end of a gain's interval, from which the rounds themselves tell little."""
 
 
-def noise_advice(best: dict[str, Any]) -> str | None:
+def noise_advice(best: Mapping[str, Any]) -> str | None:
     """What to do where the rounds differ so much that nothing could be told; None if they do not."""
     gain = best["gain"]
     if not gain or not gain["low"] <= 1 <= gain["high"] or gain["high"] < TOO_WIDE * gain["low"]:
@@ -64,7 +65,7 @@ def noise_advice(best: dict[str, Any]) -> str | None:
     )
 
 
-def is_kept(best: dict[str, Any]) -> bool:
+def is_kept(best: Mapping[str, Any]) -> bool:
     """Whether the config to use is the baseline's own."""
     return bool(best["settings"] == best["baseline"]["settings"])
 

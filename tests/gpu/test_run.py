@@ -8,6 +8,7 @@ import sys
 import yaml
 
 from autotune.history import History
+from tests.cluster.tuned import SHORT
 from tests.gpu.conftest import SMALL
 
 
@@ -20,14 +21,7 @@ def test_a_run_on_a_gpu_ends_with_an_mfu_and_an_oom_that_was_learnt_from(tmp_pat
         "cluster": {"ranks_per_node": 1, "device": "auto", "memory_limit_gib": 1.5},
         "space": {"micro_batch_size": [1, 8, 64], "activation_checkpointing": ["none", "full"]},
         "budget": {"trials": 3},
-        "measure": {
-            "warmup_steps": 1,
-            "min_steps": 3,
-            "max_steps": 4,
-            "rounds": 3,
-            "num_finalists": 1,
-            "endurance_steps": 6,
-        },
+        "measure": SHORT["measure"] | {"endurance": True, "endurance_steps": 6},
         "output": "run",
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))

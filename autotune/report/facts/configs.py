@@ -9,7 +9,7 @@ from autotune.best import to_exportable
 from autotune.errors import UserError
 from autotune.export import EXPORTERS, export
 from autotune.loaded import LoadedRun
-from autotune.report.text import differences
+from autotune.report.text import differences, is_kept
 from autotune.trainer.exported import TARGET as COMMAND
 from autotune.trainer.exported import export_command
 
@@ -64,7 +64,7 @@ def configs(run: LoadedRun) -> list[Config]:
     if best is None:
         return []
     found = [_config(run, "baseline", best["baseline"])]
-    if best["settings"] != best["baseline"]["settings"]:
+    if not is_kept(best):
         found.append(_config(run, "best", best["evidence"] | {"settings": best["settings"]}))
     if best["fallback"] and best["fallback"]["settings"] != best["baseline"]["settings"]:
         found.append(_config(run, "fallback", best["fallback"]))

@@ -9,7 +9,7 @@ from typing import Any
 from autotune import __version__
 from autotune.job import Job
 from autotune.loaded import LoadedRun
-from autotune.report.text import loader_advice
+from autotune.report.text import is_kept, loader_advice
 from trials.record import COMPOSED
 
 
@@ -137,7 +137,7 @@ def not_measured(run: LoadedRun, *, has_waterfall: bool, has_scaling: bool) -> l
         said.append(
             f"The real run's {target} ranks: trials had {study.world_size}. `autotune confirm` measures on all of them."
         )
-    if not has_waterfall and best is not None and best["settings"] != best["baseline"]["settings"]:
+    if not has_waterfall and best is not None and not is_kept(best):
         said.append(f"What each change was worth: `autotune waterfall {folder}` measures it.")
     if not has_scaling:
         said.append(f"Scaling with the number of ranks: `autotune scale {folder} --ranks N,N,...` measures it.")

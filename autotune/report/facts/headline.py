@@ -9,7 +9,7 @@ from autotune.cost import EXPLAINED, spent_hours
 from autotune.endurance import endurance_lines
 from autotune.folder import resume_command
 from autotune.loaded import LoadedRun
-from autotune.report.text import SIMULATED, count, loader_advice, noise_advice
+from autotune.report.text import SIMULATED, count, is_kept, loader_advice, noise_advice
 from autotune.stages import OF_NO_RUN
 from trials.outcome import OUT_OF_MEMORY, Outcome
 
@@ -89,7 +89,7 @@ def _kind(best: dict[str, Any] | None) -> Literal["win", "keep", "unfinished", "
         return "none"
     if not best["complete"]:
         return "unfinished"
-    return "keep" if best["settings"] == best["baseline"]["settings"] else "win"
+    return "keep" if is_kept(best) else "win"
 
 
 def _gain(best: dict[str, Any] | None) -> Gain | None:
